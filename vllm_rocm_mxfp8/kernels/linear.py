@@ -1,0 +1,135 @@
+"""The kernel class that vLLM selects. Thin: decisions are :mod:`capability`'s, the work
+is the op's (:mod:`ops.linear`)."""
+
+import functools
+from typing import Any
+
+import torch
+
+from vllm_rocm_mxfp8 import capability, envs, layout, process
+from vllm_rocm_mxfp8.compat import vllm as compat
+from vllm_rocm_mxfp8.log import logger
+from vllm_rocm_mxfp8.ops import linear as linear_op
+
+
+@functools.cache
+def kernel_class() -> type:
+    """``AiterMxfp8LinearKernel``, built on vLLM's own ROCm kernel.
+
+    A function, because the parent exists only once vLLM has imported its kernel list.
+    """
+    host = compat.current_host()
+
+    class AiterMxfp8LinearKernel(host.rocm_kernel):  # type: ignore[misc, name-defined]
+        """MXFP8 linear on preshuffled weights; what it declines, its parent serves.
+
+        Off ROCm the parent cannot run: declined layers take the row-major torch path.
+        """
+
+        # All that apply needs is in tensors, so weights exported by vLLM's weight cache
+        # can be used as they are.
+        supports_pre_processed_weights = True
+
+        @classmethod
+        def is_supported(
+            cls, compute_capability: int | None = None
+        ) -> tuple[bool, str | None]:
+            verdict = process.verdict()
+            return verdict.ok, verdict.text or None
+
+        @classmethod
+        def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            """Preshuffle, or leave to the parent. A pure function of the loaded tensors
+            and the declared scale block; runs again on every weight reload."""
+            weight = layer.weight.data
+            if weight.ndim != 2:
+                raise RuntimeError(
+                    f"weight of shape {list(weight.shape)} has been processed before: weights "
+                    "saved after processing (sharded state) must be loaded without this "
+                    "plugin's processing, from the original checkpoint"
+                )
+            n, k = self.config.weight_shape
+            self.verdict = layer_verdict(layer, n, k)
+            if not self.verdict.ok:
+                if compat.is_rocm():
+                    super().process_weights_after_loading(layer)
+                else:
+                    _keep_row_major(layer, n, k)
+                return
+            scale, confirmed = layout.block_scale(
+                layer.weight_scale.data[:n, : k // layout.TILE_K],
+                compat.declared_scale_rows(layer),
+            )
+            if not confirmed:
+                logger.warning(
+                    "an N=%d, K=%d linear declares one scale per %d x 32 weights, but its "
+                    "loaded scales differ inside a block (or N is no multiple of it): it is "
+                    "served with one scale per row",
+                    n,
+                    k,
+                    compat.declared_scale_rows(layer),
+                )
+            host.replace_parameter(layer, "weight", layout.shuffle(weight))
+            host.replace_parameter(layer, "weight_scale", scale)
+
+        def apply_weights(
+            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            """x [..., K] -> [..., N] in x's dtype, plus bias [N]."""
+            n, k = self.config.weight_shape
+            out = torch.ops.vllm_rocm_mxfp8.linear(
+                x, None, layer.weight, layer.weight_scale, n, k, x.dtype
+            )
+            # Outside the op, where Inductor can fuse it.
+            return out if bias is None else out + bias
+
+    if compat.is_rocm():
+        linear_op.set_row_major(_parent_row_major(host.rocm_kernel))
+    AiterMxfp8LinearKernel.__qualname__ = "AiterMxfp8LinearKernel"
+    return AiterMxfp8LinearKernel
+
+
+def layer_verdict(layer: torch.nn.Module, n: int, k: int) -> capability.Verdict:
+    """Ask :mod:`capability` about a layer with row-major weights."""
+    return capability.check_layer(
+        capability.Layer(
+            n=n,
+            k=k,
+            read_elsewhere=compat.read_elsewhere(layer),
+            problem=_tensor_problem(layer, n, k),
+        ),
+        envs.read().backend,
+    )
+
+
+def _tensor_problem(layer: torch.nn.Module, n: int, k: int) -> str:
+    weight, scale = layer.weight, layer.weight_scale
+    if weight.dtype != torch.float8_e4m3fn:
+        return f"weight is {weight.dtype}, not float8_e4m3fn"
+    if tuple(weight.shape) != (n, k):
+        return f"weight is {list(weight.shape)}, the layer's shape [{n}, {k}]"
+    if scale.dtype != torch.uint8:
+        return f"weight_scale is {scale.dtype}, not uint8"
+    if scale.ndim != 2 or scale.shape[0] < n or scale.shape[1] < k // layout.TILE_K:
+        return f"weight_scale is {list(scale.shape)}, needed [{n}, {k // layout.TILE_K}]"
+    return ""
+
+
+def _keep_row_major(layer: torch.nn.Module, n: int, k: int) -> None:
+    scale = layer.weight_scale.data[:n, : k // layout.TILE_K].contiguous()
+    compat.current_host().replace_parameter(layer, "weight_scale", scale)
+
+
+def _parent_row_major(parent: type) -> linear_op.RowMajor:
+    def row_major(
+        x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        # The parent's apply reads two attributes of the layer and nothing of itself.
+        layer = torch.nn.Module()
+        layer.weight, layer.weight_scale = weight, weight_scale
+        return parent.apply_weights(None, layer, x).to(out_dtype)  # type: ignore[attr-defined, no-any-return]
+
+    return row_major
