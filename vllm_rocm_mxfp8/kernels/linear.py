@@ -92,6 +92,13 @@ def kernel_class() -> type:
     return AiterMxfp8LinearKernel
 
 
+def __getattr__(name: str) -> Any:
+    # Pickle looks the class up by its module and name.
+    if name == "AiterMxfp8LinearKernel":
+        return kernel_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def layer_verdict(layer: torch.nn.Module, n: int, k: int) -> capability.Verdict:
     """Ask :mod:`capability` about a layer with row-major weights."""
     return capability.check_layer(
