@@ -38,7 +38,8 @@ demo: setup ## Show what the plugin does, on this machine's CPU
 	@cd "$(HERE)" && exec $(VENV_PYTHON) examples/demo.py
 
 test: setup ## Run the tests, except those marked as too slow
-	@cd "$(HERE)" && exec $(VENV_PYTHON) -m pytest -m "not full"
+	@cd "$(HERE)" && $(VENV_PYTHON) -m pytest -n 2 -m "not full and not engine"
+	@cd "$(HERE)" && exec $(VENV_PYTHON) -m pytest -m "engine and not full"
 
 test-all: lint test-full ## Run lint and the slow tests that `make test` leaves out
 

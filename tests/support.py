@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ def environment(**overrides: str | None) -> dict[str, str]:
     env |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Several workers, or several engines at once, on one NUMA node.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_COLOR": "0",
@@ -34,7 +38,9 @@ def environment(**overrides: str | None) -> dict[str, str]:
     return env
 
 
-def run_python(code: str, timeout: float = 240, **env: str | None) -> subprocess.CompletedProcess:
+def run_python(
+    code: str, timeout: float = 240, **env: str | None
+) -> subprocess.CompletedProcess:
     """Run code in a fresh interpreter; fails with its output unless it exits 0."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -96,8 +102,19 @@ def run_engine(
         seconds = time.monotonic() - began
         found = json.loads(result.read_text()) if result.exists() else {}
     return EngineRun(
-        done.returncode, found.get("tokens", []), found.get("logprobs", []), done.stdout, seconds
+        done.returncode,
+        found.get("tokens", []),
+        found.get("logprobs", []),
+        done.stdout,
+        seconds,
     )
+
+
+def run_engines(**runs: Callable[[], EngineRun]) -> dict[str, EngineRun]:
+    """Independent runs, two at a time: a start is mostly imports, on one core."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        started = {name: pool.submit(run) for name, run in runs.items()}
+        return {name: future.result() for name, future in started.items()}
 
 
 def assert_same_answers(ours: EngineRun, baseline: EngineRun) -> None:

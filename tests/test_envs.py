@@ -79,7 +79,11 @@ def test_a_planned_backend_is_told_from_a_mistyped_one():
 
 def test_unknown_variables_are_matched_to_the_nearest_name():
     found = envs.unknown_variables(
-        {"VLLM_ROCM_MXFP8_BACKND": "aiter", "VLLM_ROCM_MXFP8": "auto", "VLLM_ROCM_USE_AITER": "1"}
+        {
+            "VLLM_ROCM_MXFP8_BACKND": "aiter",
+            "VLLM_ROCM_MXFP8": "auto",
+            "VLLM_ROCM_USE_AITER": "1",
+        }
     )
     assert found == {"VLLM_ROCM_MXFP8_BACKND": "VLLM_ROCM_MXFP8_BACKEND"}
 

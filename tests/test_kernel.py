@@ -85,14 +85,18 @@ def test_weights_are_really_preshuffled(kernel, block, scale_shape):
     process(layer)
     assert layer.weight.shape == (6, 5, 512)
     assert torch.equal(layout.unshuffle(layer.weight).view(torch.uint8), data.view(torch.uint8))
-    assert not torch.equal(layer.weight.flatten().view(torch.uint8), data.flatten().view(torch.uint8))
+    assert not torch.equal(
+        layer.weight.flatten().view(torch.uint8), data.flatten().view(torch.uint8)
+    )
     assert layer.weight_scale.shape == scale_shape
     assert layer.weight_scale.dtype == torch.uint8
     bias = torch.randn(96).bfloat16()
     for m in (1, 7, 33):
         x = inputs(m, 160)
         assert torch.equal(layer.quant_method.apply(layer, x), expected(x, data, scale))
-        assert torch.equal(layer.quant_method.apply(layer, x, bias), expected(x, data, scale, bias))
+        assert torch.equal(
+            layer.quant_method.apply(layer, x, bias), expected(x, data, scale, bias)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -102,7 +106,9 @@ def test_identity_input_of_mla_absorption(dtype):
     data, scale = load(layer)
     process(layer)
     got = layer.quant_method.apply(layer, torch.eye(96, dtype=dtype)).T
-    want = (data.double() * torch.pow(2.0, scale.double() - 127).repeat_interleave(32, 1)).to(dtype)
+    want = (data.double() * torch.pow(2.0, scale.double() - 127).repeat_interleave(32, 1)).to(
+        dtype
+    )
     assert torch.equal(got, want)
 
 
@@ -170,10 +176,12 @@ def test_declared_blocks_that_differ_are_served_per_row_with_a_warning(monkeypat
 def test_merged_parts_that_are_not_multiples_of_32():
     layer = make_layer(96, 64, 32, parts=[48, 48])
     data, _ = load(layer)
-    scale = torch.cat([
-        torch.full((48, 2), 120, dtype=torch.uint8),
-        torch.full((48, 2), 125, dtype=torch.uint8),
-    ])
+    scale = torch.cat(
+        [
+            torch.full((48, 2), 120, dtype=torch.uint8),
+            torch.full((48, 2), 125, dtype=torch.uint8),
+        ]
+    )
     layer.weight_scale.data.copy_(scale)
     process(layer)
     assert layer.weight_scale.shape == (96, 2)
@@ -266,10 +274,15 @@ def test_preprocessed_weights_need_no_processing():
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda l: setattr(l, "weight", torch.nn.Parameter(l.weight.data.bfloat16())), "bfloat16"),
         (
-            lambda l: setattr(
-                l, "weight_scale", torch.nn.Parameter(l.weight_scale.data[:, :1], False)
+            lambda layer: setattr(
+                layer, "weight", torch.nn.Parameter(layer.weight.data.bfloat16())
+            ),
+            "bfloat16",
+        ),
+        (
+            lambda layer: setattr(
+                layer, "weight_scale", torch.nn.Parameter(layer.weight_scale.data[:, :1], False)
             ),
             r"\[64, 1\]",
         ),
@@ -307,10 +320,16 @@ def test_the_report_lists_every_linear_with_its_reason():
         ("odd", False, "n_tile"),
         ("wo_a", False, "read_elsewhere"),
     ]
-    assert [(r.n, r.k, r.block) for r in rows] == [(64, 96, "1x32"), (24, 32, "1x32"), (64, 96, "1x32")]
+    assert [(r.n, r.k, r.block) for r in rows] == [
+        (64, 96, "1x32"),
+        (24, 32, "1x32"),
+        (64, 96, "1x32"),
+    ]
     # A draft model is counted too, under its own prefix.
     worker = fake_worker({"qkv": ours})
-    worker.model_runner.drafter = types.SimpleNamespace(model=fake_worker({"fc": odd}).model_runner.model)
+    worker.model_runner.drafter = types.SimpleNamespace(
+        model=fake_worker({"fc": odd}).model_runner.model
+    )
     assert [r.layer for r in after_load.collect(worker)] == ["qkv", "draft.fc"]
 
 

@@ -13,10 +13,14 @@ ONE_BYTE = [
     torch.float8_e4m3fnuz,
     torch.float8_e8m0fnu,
 ]
-shapes = st.tuples(st.integers(1, 6).map(lambda i: 16 * i), st.integers(1, 7).map(lambda i: 32 * i))
+shapes = st.tuples(
+    st.integers(1, 6).map(lambda i: 16 * i), st.integers(1, 7).map(lambda i: 32 * i)
+)
 
 
-def random_bytes(n: int, k: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> torch.Tensor:
+def random_bytes(
+    n: int, k: int, dtype: torch.dtype = torch.uint8, seed: int = 0
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (n, k), dtype=torch.uint8, generator=generator).view(dtype)
 
@@ -52,7 +56,10 @@ def test_every_byte_is_where_the_description_says(shape, seed):
     for row in range(0, n, 5):
         for column in range(0, k, 7):
             tile = shuffled[row // 16, column // 32]
-            assert tile[tile_offset(row % 16, column % 32)] == weight[row, column], (row, column)
+            assert tile[tile_offset(row % 16, column % 32)] == weight[row, column], (
+                row,
+                column,
+            )
 
 
 def test_same_bytes_as_aiters_published_permutation():
@@ -133,15 +140,15 @@ def test_merged_parts_that_are_not_multiples_of_32_rows():
     assert not confirmed
     assert scale.shape == (80, 4)
     # Parts of 64 and 32 rows: every block belongs to one part.
-    whole = torch.cat([expanded(random_bytes(2, 4, seed=3)), expanded(random_bytes(1, 4, seed=4))])
+    whole = torch.cat(
+        [expanded(random_bytes(2, 4, seed=3)), expanded(random_bytes(1, 4, seed=4))]
+    )
     scale, confirmed = layout.block_scale(whole, 32)
     assert confirmed
     assert scale.shape == (3, 4)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block"), [((64, 4), "1x32"), ((2, 4), "32x32")]
-)
+@pytest.mark.parametrize(("shape", "block"), [((64, 4), "1x32"), ((2, 4), "32x32")])
 def test_scale_block_is_read_from_the_shape(shape, block):
     assert layout.scale_block(torch.zeros(shape, dtype=torch.uint8), 64, 128) == block
 

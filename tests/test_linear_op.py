@@ -118,7 +118,9 @@ def test_opcheck(preshuffled):
     for x in (torch.randn(3, K), torch.randn(2, 2, K), torch.empty(0, K)):
         arguments = (x.bfloat16(), None, weight, scale, N, K, torch.bfloat16)
         # The schema check cannot copy float8; the aliasing that it looks for is below.
-        torch.library.opcheck(op, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+        torch.library.opcheck(
+            op, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+        )
         assert not any(
             argument.alias_info is not None and argument.alias_info.is_write
             for argument in op._schema.arguments
@@ -160,7 +162,9 @@ def test_one_graph_serves_every_m_and_both_layouts():
     targets = {str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"}
     assert any("vllm_rocm_mxfp8.linear" in t for t in targets), targets
     _, plain_graphs, _ = traced(plain, inputs[0])
-    plain_targets = {str(n.target) for n in plain_graphs[0].graph.nodes if n.op == "call_function"}
+    plain_targets = {
+        str(n.target) for n in plain_graphs[0].graph.nodes if n.op == "call_function"
+    }
     assert plain_targets == targets
 
 

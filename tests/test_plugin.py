@@ -266,7 +266,10 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 DRIFTS = {
-    "list gone": ("del kernel_list._POSSIBLE_MXFP8_KERNELS", "_POSSIBLE_MXFP8_KERNELS is missing"),
+    "list gone": (
+        "del kernel_list._POSSIBLE_MXFP8_KERNELS",
+        "_POSSIBLE_MXFP8_KERNELS is missing",
+    ),
     "list is a tuple": (
         "kernel_list._POSSIBLE_MXFP8_KERNELS = {PlatformEnum.ROCM: ()}",
         "expected a dict of lists",

@@ -29,8 +29,12 @@ def assert_like_vllm(x: torch.Tensor) -> None:
 def random_values(m: int, k: int, dtype: torch.dtype, spread: float, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(m, k, generator=generator)
-    return (x * torch.exp2(torch.randn(m, k // 32, generator=generator) * spread)
-            .repeat_interleave(32, dim=1)).to(dtype)
+    return (
+        x
+        * torch.exp2(torch.randn(m, k // 32, generator=generator) * spread).repeat_interleave(
+            32, dim=1
+        )
+    ).to(dtype)
 
 
 @settings(deadline=None, max_examples=60)
@@ -100,7 +104,9 @@ def test_quantize_keeps_leading_dimensions(shape):
 def test_quantize_of_strided_rows():
     x = torch.randn(6, 128).bfloat16()
     for strided in (x[:, 32:96], x[::2], x.t().contiguous().t()):
-        assert same_bytes(reference.quantize(strided)[0], reference.quantize(strided.contiguous())[0])
+        assert same_bytes(
+            reference.quantize(strided)[0], reference.quantize(strided.contiguous())[0]
+        )
 
 
 def test_quantize_refuses_partial_blocks():

@@ -12,7 +12,9 @@ def rows():
         Row(f"layers.{i}.wq_b", 8192, 1280, "32x32", "AiterMxfp8LinearKernel", True, "FlyDSL")
         for i in range(3)
     ]
-    ours.append(Row("layers.0.wo_b", 5120, 2048, "32x32", "AiterMxfp8LinearKernel", True, "FlyDSL"))
+    ours.append(
+        Row("layers.0.wo_b", 5120, 2048, "32x32", "AiterMxfp8LinearKernel", True, "FlyDSL")
+    )
     left = [
         Row(
             f"layers.{i}.wo_a", 64, 128, "1x32", "AiterMxfp8LinearKernel", False,
@@ -62,7 +64,10 @@ def test_json_one_file_per_rank(tmp_path):
         assert content["active"] is True
         assert content["summary"] == report.summary(rows())
         assert [Row(**r) for r in content["layers"]] == rows()
-    assert sorted(p.name for p in path.parent.iterdir()) == ["report.rank0.json", "report.rank1.json"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "report.rank0.json",
+        "report.rank1.json",
+    ]
     assert report.rank_path(tmp_path / "plain", 3).name == "plain.rank3.json"
 
 

@@ -98,11 +98,18 @@ def _after_success(worker: Any) -> None:
         logger.info("%s", active_line() if active else inactive_line(rows[0].reason))
         logger.info("%s", report.summary(rows))
     if settings.report is not None:
-        header = {"active": active, "mode": settings.mode, "backend": settings.backend, **versions()}
+        header = {
+            "active": active,
+            "mode": settings.mode,
+            "backend": settings.backend,
+            **versions(),
+        }
         try:
             report.write(settings.report, rank, rows, header)
         except OSError as error:
-            logger.warning("VLLM_ROCM_MXFP8_REPORT=%s cannot be written: %s", settings.report, error)
+            logger.warning(
+                "VLLM_ROCM_MXFP8_REPORT=%s cannot be written: %s", settings.report, error
+            )
     if settings.mode == "require" and not active:
         raise RuntimeError(
             f"VLLM_ROCM_MXFP8=require, but none of {len(rows)} MXFP8 linears is ours: "
@@ -127,7 +134,9 @@ def active_line() -> str:
     """The line to look for in the log."""
     facts = process.facts()
     listed = versions()
-    names = ", ".join(f"{name} {listed[name]}" for name in ("vllm", "aiter", "flydsl") if listed[name])
+    names = ", ".join(
+        f"{name} {listed[name]}" for name in ("vllm", "aiter", "flydsl") if listed[name]
+    )
     ahead = " ahead of RocmDotScaledMxfp8LinearKernel" if facts.platform == "rocm" else ""
     backend = f"{facts.backend} backend, " if facts.backend == "reference" else ""
     return f"active: AiterMxfp8LinearKernel{ahead} ({facts.platform}, {backend}{names})"

@@ -72,9 +72,7 @@ def is_preshuffled(weight: torch.Tensor) -> bool:
     return weight.ndim == 3
 
 
-def block_scale(
-    weight_scale: torch.Tensor, declared_rows: int
-) -> tuple[torch.Tensor, bool]:
+def block_scale(weight_scale: torch.Tensor, declared_rows: int) -> tuple[torch.Tensor, bool]:
     """Scales in the block form that the checkpoint declares.
 
     weight_scale: [N, K/32] uint8, one row per weight row (vLLM's loader has expanded

@@ -17,7 +17,9 @@ def register() -> None:
     """
     settings = envs.read()
     for name, nearest in envs.unknown_variables().items():
-        _warn_once(f"{name} is not a setting of this plugin and has no effect; did you mean {nearest}?")
+        _warn_once(
+            f"{name} is not a setting of this plugin and has no effect; did you mean {nearest}?"
+        )
     _install(settings)
 
 

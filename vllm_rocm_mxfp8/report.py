@@ -71,7 +71,12 @@ def write(path: Path, rank: int, rows: Sequence[Row], header: dict[str, object])
     """Write this rank's JSON report; readers never see half a file. Raises OSError."""
     target = rank_path(path, rank)
     target.parent.mkdir(parents=True, exist_ok=True)
-    content = {**header, "rank": rank, "summary": summary(rows), "layers": [asdict(r) for r in rows]}
+    content = {
+        **header,
+        "rank": rank,
+        "summary": summary(rows),
+        "layers": [asdict(r) for r in rows],
+    }
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(target)

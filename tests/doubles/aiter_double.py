@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 DISTRIBUTION = "amd-aiter"
+_FOLDER_NAME = DISTRIBUTION.replace("-", "_")
 TABLE_FILE = "aiter_mxscale_bpreshuffle_gfx950.csv"
 _HEURISTIC = "aiter.ops.flydsl.batched_gemm_a8w8_gfx950"
 _PROBE = "aiter.ops.flydsl.batched_gemm_a8w8"
@@ -104,8 +106,8 @@ class Handle:
 
     def uninstall(self) -> None:
         """Restores sys.modules, sys.meta_path and the logger. A second call does nothing."""
-        undo, self._undo = self._undo, lambda: None
-        undo()
+        self._undo()
+        self._undo = lambda: None
         self._cleanup.close()
 
     def __enter__(self) -> "Handle":
@@ -233,7 +235,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_distributions(self, context) -> Iterator[importlib.metadata.Distribution]:
         version = self.handle.spec.version
-        if version and context.name in (None, DISTRIBUTION, DISTRIBUTION.replace("-", "_")):
+        if version and context.name in (None, DISTRIBUTION, _FOLDER_NAME):
             yield _Distribution(version)
 
 
@@ -336,7 +338,8 @@ def adopt(options: dict) -> Handle:
 
 
 def write_package(folder: str | Path, **options) -> Path:
-    """Writes ``aiter/`` and its metadata into ``folder`` and returns ``folder``.
+    """Writes ``aiter/`` and its metadata into ``folder``, replacing what an earlier call
+    left there (bytecode too), and returns ``folder``.
 
     options: as for :func:`install`. A process with the folder on PYTHONPATH imports the
     double through the normal import system; there ``aiter_double.current()`` (``from
@@ -346,13 +349,16 @@ def write_package(folder: str | Path, **options) -> Path:
     folder = Path(folder)
     spec = asdict(_spec(**options))
     text = _STUB.format(init=str(Path(__file__).parent / "__init__.py"), options=spec)
+    shutil.rmtree(folder / "aiter", ignore_errors=True)
+    for old in folder.glob(f"{_FOLDER_NAME}-*.dist-info"):
+        shutil.rmtree(old)
     for name in MODULES:
         place = folder.joinpath(*name.split("."))
         path = place / "__init__.py" if name in PACKAGES else place.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     if spec["version"]:
-        info = folder / f"{DISTRIBUTION.replace('-', '_')}-{spec['version']}.dist-info"
+        info = folder / f"{_FOLDER_NAME}-{spec['version']}.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(_metadata(spec["version"]))
     return folder

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 GEMM = "gemm_a8w8_blockscale_bpreshuffle"
 """Torch op and Python symbol."""
 FAULTS = ("swapped_scale", "unshuffled")
-"""Deliberately wrong kernels. A test that passes with one of these tests nothing."""
+"""Deliberately wrong kernels. A test that passes with one of these tests nothing.
+
+``swapped_scale`` reads w_scale's buffer as [K/32, rows]; it cannot show with a single row or
+column of scales, nor, on a square grid, where the diagonal dominates. ``unshuffled`` reads
+the weight's bytes as row-major."""
 
 GENERATIONS = ("v2", "v1", "old")
 

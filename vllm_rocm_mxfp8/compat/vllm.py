@@ -16,8 +16,9 @@ Ledger: symbol | why | can go when
 ``v1.worker.gpu_worker.Worker.load_model`` | the one place that every worker (GPU, CPU,
   weight-cache consumer, draft model) passes after its weights are final | vLLM has a
   hook after loading
-``ModelOptLinearMethod.ctx.scale_block_size``, ``QuarkOCP_MX.scale_block_rows`` | the declared scale block; the loader has
-  expanded it by the time weights are processed | the kernel's config carries it
+``ModelOptLinearMethod.ctx.scale_block_size``, ``QuarkOCP_MX.scale_block_rows`` | the
+  declared scale block; the loader has expanded it by the time weights are processed |
+  the kernel's config carries it
 ``quant_method.kernel``, ``layer.scheme.*`` | from a layer to its kernel, for the report
   | vLLM lists its kernels
 
@@ -76,7 +77,9 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
     """
     kernels = getattr(kernel_list, "_POSSIBLE_MXFP8_KERNELS", None)
     if not isinstance(kernels, dict) or not all(isinstance(v, list) for v in kernels.values()):
-        return _drift(f"{KERNEL_LIST_MODULE}._POSSIBLE_MXFP8_KERNELS", kernels, "a dict of lists")
+        return _drift(
+            f"{KERNEL_LIST_MODULE}._POSSIBLE_MXFP8_KERNELS", kernels, "a dict of lists"
+        )
     backend_map = getattr(kernel_list, "_LINEAR_BACKEND_KERNEL_MAP", None)
     if not isinstance(backend_map, dict) or not all(
         isinstance(v, set) for v in backend_map.values()
@@ -91,7 +94,9 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
         classes[name] = found
     rocm_kernel = classes[_ROCM_KERNEL]
     if not issubclass(rocm_kernel, classes["Mxfp8LinearKernel"]):
-        return _drift(f"{_ROCM_KERNEL_MODULE}.{_ROCM_KERNEL}", rocm_kernel, "an Mxfp8LinearKernel")
+        return _drift(
+            f"{_ROCM_KERNEL_MODULE}.{_ROCM_KERNEL}", rocm_kernel, "an Mxfp8LinearKernel"
+        )
     for method, parameters in (
         ("__init__", ("self", "c")),
         ("is_supported", ("compute_capability",)),
@@ -106,7 +111,9 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
     utils = sys.modules.get("vllm.model_executor.utils")
     replace_parameter = getattr(utils, "replace_parameter", None)
     if not callable(replace_parameter):
-        return _drift("vllm.model_executor.utils.replace_parameter", replace_parameter, "a function")
+        return _drift(
+            "vllm.model_executor.utils.replace_parameter", replace_parameter, "a function"
+        )
     if list(inspect.signature(replace_parameter).parameters)[:3] != [
         "layer",
         "param_name",

@@ -31,9 +31,7 @@ def kernel_class() -> type:
         supports_pre_processed_weights = True
 
         @classmethod
-        def is_supported(
-            cls, compute_capability: int | None = None
-        ) -> tuple[bool, str | None]:
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
             verdict = process.verdict()
             return verdict.ok, verdict.text or None
 
@@ -132,7 +130,10 @@ def _keep_row_major(layer: torch.nn.Module, n: int, k: int) -> None:
 
 def _parent_row_major(parent: type) -> linear_op.RowMajor:
     def row_major(
-        x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, out_dtype: torch.dtype
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
         # The parent's apply reads two attributes of the layer and nothing of itself.
         layer = torch.nn.Module()

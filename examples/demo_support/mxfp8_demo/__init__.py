@@ -16,3 +16,16 @@ def register() -> None:
         from mxfp8_demo import baseline
 
         baseline.register()
+    if os.environ.get("MXFP8_DEMO_FORGET_KEY") == "1":
+        forget_compile_key()
+
+
+def forget_compile_key() -> None:
+    """Take the plugin's entries out of vLLM's compile key, to show what they prevent."""
+    import vllm.envs
+
+    from vllm_rocm_mxfp8 import envs
+
+    envs.register_with_vllm = lambda: True
+    for name in [n for n in vllm.envs.environment_variables if n.startswith(envs.PREFIX)]:
+        del vllm.envs.environment_variables[name]

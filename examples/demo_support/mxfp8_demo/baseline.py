@@ -5,7 +5,6 @@ activation through vLLM's own torch quantizer and back, multiplies in float64 an
 once. Registered for the CPU through vLLM's public interface.
 """
 
-import torch
 from vllm.model_executor.kernels.linear import Mxfp8LinearKernel, register_linear_kernel
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
     _mxfp8_e4m3_quantize_torch,

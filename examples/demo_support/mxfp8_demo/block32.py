@@ -6,8 +6,7 @@ config.json: ``{"quant_method": "mxfp8_block32", "quant_algo": "MXFP8", "ignore"
 """
 
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization import modelopt, register_quantization_config
 
 NAME = "mxfp8_block32"
 

@@ -174,9 +174,7 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     base = len(_WORD_PARTS)
-    words = [
-        "".join(_WORD_PARTS[i // base**d % base] for d in (2, 1, 0)) for i in range(VOCAB)
-    ]
+    words = ["".join(_WORD_PARTS[i // base**d % base] for d in (2, 1, 0)) for i in range(VOCAB)]
     vocab = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", *words[3:]])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
