@@ -16,6 +16,7 @@ def force_vllm_compile() -> None:
     def check(cls, vllm_config):
         original(cls, vllm_config)
         vllm_config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+        vllm_config.compilation_config.compile_sizes = []
 
     CpuPlatform.check_and_update_config = classmethod(check)
 
