@@ -142,6 +142,17 @@ import vllm_rocm_mxfp8.envs as ours
 before = key()
 ours.LAYOUT_ABI += 1
 assert key() != before, "the layout ABI is not part of the key"
+# So is the fact that vLLM chose our kernel: the same settings may lead to another one.
+before = key()
+os.environ["VLLM_ROCM_MXFP8_BACKEND"] = "reference"
+vllm_rocm_mxfp8.register()
+from vllm.model_executor.kernels.linear import init_mxfp8_linear_kernel
+del os.environ["VLLM_ROCM_MXFP8_BACKEND"]
+assert key() == before
+os.environ["VLLM_ROCM_MXFP8_BACKEND"] = "reference"
+init_mxfp8_linear_kernel(weight_shape=(64, 96))
+del os.environ["VLLM_ROCM_MXFP8_BACKEND"]
+assert key() != before, "selection is not part of the key"
 print("KEY OK")
 """
 

@@ -114,8 +114,22 @@ def register_with_vllm() -> bool:
         return False
     for variable in VARIABLES:
         table[variable.name] = _getter(variable)
-    table[ABI_KEY] = lambda: str(LAYOUT_ABI)
+    table[ABI_KEY] = lambda: f"{LAYOUT_ABI}/{'ours' if _kernel_selected else 'none'}"
     return True
+
+
+def mark_kernel_selected() -> None:
+    """Record that vLLM has chosen our kernel in this process.
+
+    The same settings can lead to another kernel, for instance after a library was mended
+    or another plugin came along. vLLM computes its compile key after it has built the
+    model, so what was really chosen can be part of it.
+    """
+    global _kernel_selected
+    _kernel_selected = True
+
+
+_kernel_selected = False
 
 
 def _getter(variable: Variable) -> Callable[[], str]:

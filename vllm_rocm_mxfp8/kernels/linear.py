@@ -30,6 +30,10 @@ def kernel_class() -> type:
         # can be used as they are.
         supports_pre_processed_weights = True
 
+        def __init__(self, c: Any) -> None:
+            super().__init__(c)
+            envs.mark_kernel_selected()
+
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
             verdict = process.verdict()

@@ -2,7 +2,7 @@
 
 Put this file's parent folder on PYTHONPATH and vLLM finds it beside the real plugin. It
 gives vLLM a quantization config that declares 32x32 scale blocks for some layers, and,
-with ``MXFP8_DEMO_BASELINE=1``, the kernel that results are compared with.
+with ``MXFP8_DEMO_BASELINE=1`` (or ``traced``), the kernel that results are compared with.
 """
 
 import os
@@ -12,10 +12,11 @@ def register() -> None:
     from mxfp8_demo import block32
 
     block32.register()
-    if os.environ.get("MXFP8_DEMO_BASELINE") == "1":
+    kind = os.environ.get("MXFP8_DEMO_BASELINE")
+    if kind:
         from mxfp8_demo import baseline
 
-        baseline.register()
+        baseline.register(traced=kind == "traced")
     if os.environ.get("MXFP8_DEMO_FORGET_KEY") == "1":
         forget_compile_key()
 
