@@ -26,6 +26,10 @@ def environment(**overrides: str | None) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # Several workers, or several engines at once, on one NUMA node.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # With the engine core in the process that adds the requests, every run batches them
+        # alike; vLLM's CPU attention and linears round differently in other batches. The
+        # workers are processes of their own as ever (the demo's server has all of them).
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_COLOR": "0",
@@ -124,8 +128,8 @@ def assert_same_answers(ours: EngineRun, baseline: EngineRun) -> None:
     for i, (mine, theirs) in enumerate(zip(ours.tokens, baseline.tokens, strict=True)):
         assert mine == theirs, f"prompt {i}: first difference at token {_first(mine, theirs)}"
     for i, (mine, theirs) in enumerate(zip(ours.logprobs, baseline.logprobs, strict=True)):
-        worst = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
-        assert worst <= 1e-2, f"prompt {i}: logprobs differ by {worst}"
+        differences = [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+        assert all(d <= 1e-2 for d in differences), f"prompt {i}: {differences}"
     # Guards against a model that always says the same: nothing would be compared.
     assert len({t for tokens in baseline.tokens for t in tokens}) > 32
 

@@ -4,7 +4,14 @@ import sys
 import pytest
 
 from vllm_rocm_mxfp8 import capability
-from vllm_rocm_mxfp8.capability import Layer, Process, check_layer, check_process
+from vllm_rocm_mxfp8.capability import (
+    Layer,
+    Model,
+    Process,
+    check_layer,
+    check_model,
+    check_process,
+)
 
 
 def process(**changes):
@@ -65,6 +72,13 @@ def test_shapes_on_the_reference_backend(n, k, code):
 def test_a_raw_reader_wins_over_everything_else():
     verdict = check_layer(Layer(8, 48, read_elsewhere="wo_a", problem="dtype"), "reference")
     assert (verdict.code, verdict.text) == ("read_elsewhere", "wo_a")
+
+
+def test_the_monokernel_is_named():
+    assert check_model(Model()).ok
+    verdict = check_model(Model(monokernel="--monokernel"))
+    assert verdict.code == "monokernel"
+    assert verdict.text.startswith("--monokernel reads the weights")
 
 
 def test_tensors_that_do_not_fit_decline_with_their_words():

@@ -58,6 +58,11 @@ def test_legal_values(name, value, field, parsed):
         ("VLLM_ROCM_MXFP8_WARMUP_JOBS", "-3", "at least 1"),
         ("VLLM_ROCM_MXFP8_WARMUP_JOBS", "1.5", "at least 1"),
         ("VLLM_ROCM_MXFP8_WARMUP_JOBS", "many", "at least 1"),
+        ("VLLM_ROCM_MXFP8_WARMUP_JOBS", "1" * 5000, "at least 1"),
+        ("VLLM_ROCM_MXFP8_REPORT", "/" + "a" * 300, "file to write"),
+        ("VLLM_ROCM_MXFP8_REPORT", str(ROOT / "LICENSE" / "r.json"), "file to write"),
+        ("VLLM_ROCM_MXFP8_CACHE_DIR", "/" + "a" * 300, "a directory"),
+        ("VLLM_ROCM_MXFP8_CACHE_DIR", str(ROOT / "LICENSE" / "x"), "a directory"),
         ("VLLM_ROCM_MXFP8_WARMUP_JOBS", "\u0663", "at least 1"),
         ("VLLM_ROCM_MXFP8_TUNING", "/no/such/file", "readable file"),
         ("VLLM_ROCM_MXFP8_TUNING", "/", "readable file"),
@@ -126,6 +131,8 @@ for name in ("", "_BACKEND", "_FUSION", "_WARMUP_JOBS", "_TUNING"):
 illegal = vllm.envs.compile_factors()
 assert illegal["VLLM_ROCM_MXFP8"] == "nonsense"
 assert "unreadable" in illegal["VLLM_ROCM_MXFP8_TUNING"]
+os.environ["VLLM_ROCM_MXFP8_TUNING"] = "~nosuchuser/x"
+assert "unreadable" in vllm.envs.compile_factors()["VLLM_ROCM_MXFP8_TUNING"]
 for name in ("", "_BACKEND", "_FUSION", "_WARMUP_JOBS", "_TUNING"):
     del os.environ["VLLM_ROCM_MXFP8" + name]
 # The tuning file counts by its content, not by its path.

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import vllm.config
 import vllm.model_executor.kernels.linear as kernel_list
 from support import run_python
 from test_reference import plain_gemm
@@ -162,7 +163,7 @@ def test_declared_blocks_that_differ_are_served_per_row_with_a_warning(monkeypat
     process(layer)
     assert layer.weight_scale.shape == (96, 2)
     assert len(said) == 1
-    assert "N=96, K=64" in said[0]
+    assert "(N=96, K=64) is served with one scale per row" in said[0]
     x = inputs(5, 64)
     assert torch.equal(layer.quant_method.apply(layer, x), expected(x, data, scale))
     # Blocks that agree say nothing.
@@ -226,7 +227,7 @@ def test_processing_twice_fails_loudly():
     process(layer)
     with pytest.raises(AssertionError):
         process(layer)  # vLLM's own check
-    with pytest.raises(RuntimeError, match="processed before"):
+    with pytest.raises(RuntimeError, match="preshuffled already"):
         layer.quant_method.kernel.process_weights_after_loading(layer)
 
 
@@ -269,6 +270,65 @@ def test_preprocessed_weights_need_no_processing():
     consumer.weight_scale = torch.nn.Parameter(producer.weight_scale.data, requires_grad=False)
     x = inputs(4, 96)
     assert torch.equal(consumer.quant_method.apply(consumer, x), expected(x, data, scale))
+
+
+def test_the_class_can_be_unpickled_in_a_fresh_process(tmp_path):
+    layer = make_layer(64, 96)
+    path = tmp_path / "kernel.pickle"
+    path.write_bytes(pickle.dumps(layer.quant_method.kernel))
+    run_python(
+        f"""
+import pickle
+kernel = pickle.loads(open({str(path)!r}, "rb").read())
+assert type(kernel).__name__ == "AiterMxfp8LinearKernel"
+assert kernel.config.weight_shape == (64, 96)
+from vllm_rocm_mxfp8.kernels.linear import AiterMxfp8LinearKernel
+assert type(kernel) is AiterMxfp8LinearKernel
+""",
+        VLLM_ROCM_MXFP8_BACKEND="reference",
+    )
+
+
+def test_a_weight_that_nothing_here_can_serve_fails_at_load_not_in_the_forward():
+    layer = make_layer(64, 96)
+    load(layer)
+    layer.weight = torch.nn.Parameter(layer.weight.data.view(torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"cannot be served.*uint8"):
+        layer.quant_method.kernel.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("switch", ["VLLM_ROCM_MONO_DECODE", "monokernel"])
+def test_the_monokernel_reads_weights_itself_so_we_decline(kernel, monkeypatch, switch):
+    if switch == "monokernel":
+        config = types.SimpleNamespace(kernel_config=types.SimpleNamespace(monokernel=True))
+        monkeypatch.setattr(vllm.config, "get_current_vllm_config_or_none", lambda: config)
+    else:
+        monkeypatch.setenv(switch, "1")
+    ok, reason = kernel.can_implement(None)
+    assert not ok
+    assert switch in reason
+
+
+def test_a_layer_of_another_kernel_does_not_hide_the_others_from_the_report(monkeypatch):
+    ours = make_layer(64, 96)
+    load(ours)
+    process(ours)
+    foreign = torch.nn.Module()
+    foreign.weight = torch.nn.Parameter(torch.zeros(32, 32), requires_grad=False)
+    emulation = kernel_list.EmulationMxfp8LinearKernel(
+        types.SimpleNamespace(weight_shape=(32, 32))
+    )
+    foreign.quant_method = types.SimpleNamespace(kernel=emulation)
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "AiterMxfp8LinearKernel")
+    worker = fake_worker({"ours": ours, "foreign": foreign})
+    worker.rank = None
+    assert after_load.compat.worker_rank(worker) == 0
+    rows = after_load.collect(worker)
+    assert [(r.layer, r.ours, r.code) for r in rows] == [
+        ("ours", True, ""),
+        ("foreign", False, "not_selected"),
+    ]
+    assert "VLLM_DISABLED_KERNELS names AiterMxfp8LinearKernel" in rows[1].reason
 
 
 @pytest.mark.parametrize(

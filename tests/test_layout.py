@@ -155,5 +155,5 @@ def test_scale_block_is_read_from_the_shape(shape, block):
 
 @pytest.mark.parametrize("shape", [(64, 3), (3, 4), (256,), (4, 64)])
 def test_scale_block_refuses_other_shapes(shape):
-    with pytest.raises(ValueError, match=r"N=64, K=128.*\[64, 4\] or \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"N=64 rows and K=128 columns.*\[64, 4\] or \[2, 4\]"):
         layout.scale_block(torch.zeros(shape, dtype=torch.uint8), 64, 128)

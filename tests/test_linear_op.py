@@ -94,7 +94,19 @@ def test_prequantized_input(preshuffled):
             ValueError,
             f"N={N}, K={K}",
         ),
-        ({"scale": torch.zeros(N, 1, dtype=torch.uint8)}, ValueError, "weight_scale"),
+        ({"scale": torch.zeros(N, 1, dtype=torch.uint8)}, ValueError, "scales of"),
+        ({"scale": torch.zeros(N, K // 32)}, TypeError, "float32"),
+        ({"weight": torch.zeros(N, K, dtype=torch.uint8)}, TypeError, "uint8"),
+        (
+            {"weight": torch.zeros(N // 16, K // 32, 512, dtype=torch.float8_e5m2)},
+            TypeError,
+            "float8_e5m2",
+        ),
+        (
+            {"weight": torch.zeros(N + 16, K).to(torch.float8_e4m3fn)},
+            ValueError,
+            rf"\[{N}, {K}\]",
+        ),
     ],
 )
 def test_bad_operands_are_named(change, error, words):
@@ -102,6 +114,30 @@ def test_bad_operands_are_named(change, error, words):
     arguments = {"x": torch.zeros(2, K).bfloat16(), "weight": weight, "scale": scale}
     with pytest.raises(error, match=words):
         call(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    "x_scale",
+    [
+        torch.zeros(K // 32, 32, dtype=torch.uint8),  # column-major
+        torch.zeros(1, K // 32, dtype=torch.uint8),  # one per 32 rows
+        torch.zeros(64, K // 32, dtype=torch.uint8),  # padded
+        torch.zeros(32 * K // 32, dtype=torch.uint8),  # flat
+        torch.zeros(32, K // 32),  # float32
+    ],
+)
+@pytest.mark.parametrize("preshuffled", [True, False])
+def test_scales_of_a_quantized_input_must_be_row_major(x_scale, preshuffled):
+    weight, scale, _ = layer(32, preshuffled)
+    x_q = torch.zeros(32, K).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=rf"x_scale must be row-major \[32, {K // 32}\]"):
+        call(x_q, weight, scale, x_scale=x_scale)
+
+
+def test_a_file_that_vanishes_after_start_does_not_stop_serving(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_ROCM_MXFP8_TUNING", str(tmp_path / "gone"))
+    weight, scale, _ = layer(32, True)
+    assert call(torch.ones(2, K).bfloat16(), weight, scale).shape == (2, N)
 
 
 def test_a_preshuffled_weight_without_a_backend_says_what_happened(monkeypatch):

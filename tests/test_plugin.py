@@ -3,6 +3,8 @@
 import pytest
 from support import run_python
 
+from vllm_rocm_mxfp8 import __version__
+
 CPU_LIST = """
 import vllm.model_executor.kernels.linear as kernel_list
 from vllm.platforms import PlatformEnum, current_platform
@@ -18,7 +20,8 @@ def test_importing_the_package_imports_nothing_heavy():
     run_python(
         f"""
 import sys, vllm_rocm_mxfp8
-assert vllm_rocm_mxfp8.__version__ == "0.1.0"
+from importlib.metadata import version
+assert vllm_rocm_mxfp8.__version__ == version("vllm-rocm-mxfp8")
 heavy = [m for m in sys.modules if m.split(".")[0] in {HEAVY}]
 assert not heavy, heavy
 try:
@@ -290,6 +293,22 @@ DRIFTS = {
         "kernel_list.RocmDotScaledMxfp8LinearKernel.apply_weights = lambda self, layer, x, bias, out: x",
         "apply_weights takes",
     ),
+    "apply has an optional parameter more": (
+        "kernel_list.RocmDotScaledMxfp8LinearKernel.apply_weights = lambda self, layer, x, bias=None, s=None: x",
+        "apply_weights takes",
+    ),
+    "apply is no function": (
+        "kernel_list.RocmDotScaledMxfp8LinearKernel.apply_weights = 5",
+        "apply_weights is 5",
+    ),
+    "config renamed its shape": (
+        "kernel_list.Mxfp8LinearLayerConfig = object",
+        "expected a dataclass with weight_shape",
+    ),
+    "replace_parameter cannot be inspected": (
+        "import vllm.model_executor.utils as u; u.replace_parameter = dict",
+        "ValueError",
+    ),
     "replace_parameter changed": (
         "import vllm.model_executor.utils as u; u.replace_parameter = lambda module, name: None",
         "replace_parameter takes (module, name)",
@@ -317,7 +336,46 @@ assert dict(getattr(kernel_list, "_POSSIBLE_MXFP8_KERNELS", {{}})) == before
     assert said.count("[rocm-mxfp8]") == 1, said
     assert words in said
     assert "vllm 0.32.0" in said
-    assert "vllm-rocm-mxfp8 0.1.0" in said
+    assert f"vllm-rocm-mxfp8 {__version__}" in said
+
+
+def test_list_entries_of_other_kinds_do_not_disturb():
+    run_python(
+        CPU_LIST
+        + """
+import functools
+odd = functools.partial(object)
+kernel_list._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [odd, "module:Class"]
+import vllm_rocm_mxfp8
+vllm_rocm_mxfp8.register()
+listed = kernel_list._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU]
+assert listed[0].__name__ == "AiterMxfp8LinearKernel" and listed[1:] == [odd, "module:Class"]
+""",
+        VLLM_PLUGINS="none",
+        **REFERENCE,
+    )
+
+
+def test_reloading_vllms_modules_installs_again():
+    run_python(
+        CPU_LIST
+        + """
+import importlib, vllm.envs, vllm_rocm_mxfp8
+vllm_rocm_mxfp8.register()
+importlib.reload(vllm.envs)
+assert "VLLM_ROCM_MXFP8_ABI" in vllm.envs.environment_variables
+importlib.reload(kernel_list)
+assert names() == ["AiterMxfp8LinearKernel"], names()
+# A private copy that never becomes the module is nobody's business.
+import importlib.util
+spec = importlib.util.find_spec("vllm.envs")
+copy = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(copy)
+assert "VLLM_ROCM_MXFP8_ABI" not in copy.environment_variables
+""",
+        VLLM_PLUGINS="none",
+        **REFERENCE,
+    )
 
 
 def test_a_kernel_of_our_name_in_vllm_makes_us_step_aside():
@@ -366,21 +424,29 @@ except RuntimeError as error:
 
 @pytest.mark.parametrize("mode", ["auto", "require"])
 def test_a_worker_without_load_model(mode):
+    """Nobody could check the result of loading: `require` refuses to serve."""
     done = run_python(
-        """
-import types, vllm.logger
+        CPU_LIST
+        + """
+import types, vllm_rocm_mxfp8
 from vllm_rocm_mxfp8 import after_load
+vllm_rocm_mxfp8.register()
+after_load.observe(types.SimpleNamespace())
+after_load.observe(types.SimpleNamespace())
 try:
-    after_load.observe(types.SimpleNamespace())
+    kernel_list.init_mxfp8_linear_kernel(weight_shape=(64, 96))
     print("LET GO")
 except RuntimeError as error:
+    assert "VLLM_ROCM_MXFP8=require" in str(error), error
     assert "Worker.load_model is missing" in str(error), error
     print("STOPPED")
 """,
         VLLM_ROCM_MXFP8=mode,
+        VLLM_PLUGINS="none",
+        **REFERENCE,
     )
     assert ("STOPPED" if mode == "require" else "LET GO") in done.stdout
-    assert "Worker.load_model is missing" in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("no report after loading") == 1
 
 
 def test_observing_twice_wraps_once_and_lets_other_errors_through():

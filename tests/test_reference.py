@@ -90,6 +90,20 @@ def test_special_blocks():
         assert torch.equal(scale[:, block], clean_scale[:, block])
 
 
+def test_zeros_stay_zero_where_denormals_are_flushed():
+    x = torch.zeros(2, 64).bfloat16()
+    x[0, :32] = 3
+    want = reference.quantize(x)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        got = reference.quantize(x)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bytes(got[0], want[0])
+    assert (got[0].float()[1] == 0).all()
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 64), (1, 2, 2, 32), (64,), (0, 32), (3, 0, 32)])
 def test_quantize_keeps_leading_dimensions(shape):
     x = torch.randn(shape).bfloat16()

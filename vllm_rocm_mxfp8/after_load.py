@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import Counter
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +17,8 @@ _MARK = "_rocm_mxfp8_original"
 def observe(worker_module: types.ModuleType) -> None:
     """Wrap ``Worker.load_model``. The original is kept on the wrapper; twice is once.
 
-    Raises RuntimeError only if this vLLM has no such method and the mode is ``require``.
+    A vLLM without such a method gets a warning, and under ``require`` the kernel refuses to
+    serve, because nobody could check the result.
     """
     worker = compat.probe_worker(worker_module)
     if isinstance(worker, str):
@@ -24,9 +26,9 @@ def observe(worker_module: types.ModuleType) -> None:
             f"this vLLM is not one that vllm-rocm-mxfp8 {__version__} knows "
             f"(vllm {compat.vllm_version()}): {worker}"
         )
-        logger.warning("%s; no report after loading", words)
-        if envs.read().mode == "require":
-            raise RuntimeError(f"VLLM_ROCM_MXFP8=require, but {words}")
+        if process.unobserved() != words:
+            process.set_unobserved(words)
+            logger.warning("%s; no report after loading", words)
         return
     original = worker.load_model  # type: ignore[attr-defined]
     if hasattr(original, _MARK):
@@ -34,6 +36,7 @@ def observe(worker_module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        envs.mark_kernel_selected(False)
         try:
             result = original(self, *args, **kwargs)
         except Exception as error:
@@ -58,63 +61,67 @@ def collect(worker: Any) -> list[report.Row]:
 def _row(name: str, layer: Any, kernel: Any) -> report.Row:
     from vllm_rocm_mxfp8.registry import KERNEL_NAME
 
-    n, k = kernel.config.weight_shape
-    weight, scale = layer.weight, layer.weight_scale
     class_name = type(kernel).__name__
-    is_ours = class_name == KERNEL_NAME and weight.ndim == 3
+    n, k = (int(size) for size in kernel.config.weight_shape)
     try:
-        block = layout.scale_block(scale, n, k)
-    except ValueError:
+        block = layout.scale_block(layer.weight_scale, n, k)
+    except (AttributeError, ValueError):
+        # Another kernel's own layout.
         block = ""
-    if is_ours:
-        return report.Row(name, n, k, block, class_name, True, "the reference backend")
     if class_name != KERNEL_NAME:
         verdict = process.verdict()
-        text = verdict.text or f"vLLM selected {class_name}"
-        place = class_name
-    else:
-        # A weight-cache consumer never processed the weight; the shapes still tell.
-        fallback = capability.Verdict(False, "row_major", "the weight arrived row-major")
-        verdict = getattr(kernel, "verdict", fallback)
-        text = verdict.text or fallback.text
-        place = "vLLM's own kernel" if compat.is_rocm() else "the row-major torch path"
-    return report.Row(name, n, k, block, class_name, False, place, verdict.code, text)
+        if verdict.ok:
+            verdict = process.model_verdict()
+        if verdict.ok:
+            why = compat.not_selected_because(KERNEL_NAME)
+            verdict = capability.Verdict(False, "not_selected", why)
+        return report.Row(
+            name, n, k, block, class_name, False, class_name, verdict.code, verdict.text
+        )
+    if layer.weight.ndim == 3:
+        return report.Row(name, n, k, block, class_name, True, "the reference backend")
+    from vllm_rocm_mxfp8.kernels.linear import parent_serves
+
+    # A weight-cache consumer never processed the weight; the shapes still tell.
+    arrived = capability.Verdict(False, "row_major", "the weight arrived row-major")
+    verdict = getattr(kernel, "verdict", arrived)
+    place = "vLLM's own kernel" if parent_serves() else "the row-major torch path"
+    return report.Row(name, n, k, block, class_name, False, place, verdict.code, verdict.text)
 
 
 def _after_success(worker: Any) -> None:
-    settings = envs.read()
     try:
         rows = collect(worker)
+        rank = compat.worker_rank(worker)
     except Exception as error:
-        logger.warning("no report after loading: %s: %s", type(error).__name__, error)
-        if settings.mode == "require":
-            raise
+        words = f"no report after loading: {type(error).__name__}: {error}"
+        logger.warning("%s", words)
+        if envs.mode() == "require":
+            raise RuntimeError(f"VLLM_ROCM_MXFP8=require, but {words}") from error
         return
     if not rows:
         return
-    rank = compat.worker_rank(worker)
     active = any(r.ours for r in rows)
     if rank == 0:
-        logger.info("%s", active_line() if active else inactive_line(rows[0].reason))
+        logger.info("%s", active_line() if active else inactive_line(rows))
         logger.info("%s", report.summary(rows))
-    if settings.report is not None:
-        header = {
-            "active": active,
-            "mode": settings.mode,
-            "backend": settings.backend,
-            **versions(),
-        }
-        try:
-            report.write(settings.report, rank, rows, header)
-        except OSError as error:
-            logger.warning(
-                "VLLM_ROCM_MXFP8_REPORT=%s cannot be written: %s", settings.report, error
-            )
-    if settings.mode == "require" and not active:
+    _write_report(rank, rows, active)
+    if envs.mode() == "require" and not active:
         raise RuntimeError(
             f"VLLM_ROCM_MXFP8=require, but none of {len(rows)} MXFP8 linears is ours: "
             f"{report.summary(rows)}. Mend the reason, or set VLLM_ROCM_MXFP8=auto."
         )
+
+
+def _write_report(rank: int, rows: list[report.Row], active: bool) -> None:
+    path = envs.report_path()
+    if path is None:
+        return
+    header = {"active": active, "mode": envs.mode(), "backend": envs.backend(), **versions()}
+    try:
+        report.write(path, rank, rows, header)
+    except OSError as error:
+        logger.warning("VLLM_ROCM_MXFP8_REPORT=%s cannot be written: %s", path, error)
 
 
 def _after_failure(error: Exception) -> None:
@@ -122,12 +129,12 @@ def _after_failure(error: Exception) -> None:
     verdict = process.verdict()
     if verdict.ok or "MXFP8" not in str(error):
         return
-    if envs.read().mode == "require":
+    if envs.mode() == "require":
         raise RuntimeError(
             f"VLLM_ROCM_MXFP8=require, but not active: {verdict.text}. "
             "Mend the reason, or set VLLM_ROCM_MXFP8=auto."
         ) from error
-    logger.warning("%s", inactive_line(verdict.text))
+    logger.warning("not active: %s; and vLLM found no kernel of its own", verdict.text)
 
 
 def active_line() -> str:
@@ -138,13 +145,17 @@ def active_line() -> str:
         f"{name} {listed[name]}" for name in ("vllm", "aiter", "flydsl") if listed[name]
     )
     ahead = " ahead of RocmDotScaledMxfp8LinearKernel" if facts.platform == "rocm" else ""
+    machine = compat.gpu_arch() or facts.platform
     backend = f"{facts.backend} backend, " if facts.backend == "reference" else ""
-    return f"active: AiterMxfp8LinearKernel{ahead} ({facts.platform}, {backend}{names})"
+    return f"active: AiterMxfp8LinearKernel{ahead} ({machine}, {backend}{names})"
 
 
-def inactive_line(reason: str) -> str:
-    """Its counterpart, with the reason."""
-    return f"not active: {reason}; vLLM's own kernels serve"
+def inactive_line(rows: list[report.Row]) -> str:
+    """Its counterpart, with the most frequent reason and who serves instead."""
+    reason = Counter(r.reason for r in rows).most_common(1)[0][0]
+    torch_serves = any(r.runs_on == "the row-major torch path" for r in rows)
+    who = "plain torch serves" if torch_serves else "vLLM's own kernels serve"
+    return f"not active: {reason}; {who}"
 
 
 def versions() -> dict[str, str]:

@@ -41,6 +41,14 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Model:
+    """Facts of the model being built. monokernel: the switch under which vLLM reads the
+    weights of whole layers itself, or ''."""
+
+    monokernel: str = ""
+
+
+@dataclass(frozen=True)
 class Layer:
     """Facts of one linear. N, K per rank; read_elsewhere: who reads its weight outside
     the linear, or ''; problem: what is wrong with its loaded tensors, or ''."""
@@ -75,6 +83,15 @@ def check_process(process: Process) -> Verdict:
     return Verdict(
         False, "no_backend", "this version has no backend for ROCm yet, only 'reference'"
     )
+
+
+def check_model(model: Model) -> Verdict:
+    """May our kernel serve this model?"""
+    if model.monokernel:
+        return Verdict(
+            False, "monokernel", f"{model.monokernel} reads the weights outside the linears"
+        )
+    return OK
 
 
 def check_layer(layer: Layer, backend: str) -> Verdict:

@@ -86,17 +86,27 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     )
 
 
+def mode() -> str:
+    """Current mode, unchecked: :func:`read` has checked it at start."""
+    return _raw(MODE, os.environ)
+
+
+def backend() -> str:
+    """Current backend, unchecked. Cheap: the forward pass asks for it."""
+    return _raw(BACKEND, os.environ)
+
+
+def report_path() -> Path | None:
+    """Where the report goes, unchecked: writing it will tell."""
+    return _path(REPORT, os.environ)
+
+
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables with our prefix that do not exist -> the nearest existing name."""
     env = os.environ if environ is None else environ
     names = [v.name for v in VARIABLES]
-    found = [n for n in env if n not in names and (n == PREFIX or n.startswith(f"{PREFIX}_"))]
+    found = [n for n in env if n not in names and n.startswith(f"{PREFIX}_")]
     return {n: difflib.get_close_matches(n, names, n=1, cutoff=0.0)[0] for n in found}
-
-
-def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with ``overrides``, for a subprocess."""
-    return {**os.environ, **overrides}
 
 
 def register_with_vllm() -> bool:
@@ -118,15 +128,15 @@ def register_with_vllm() -> bool:
     return True
 
 
-def mark_kernel_selected() -> None:
-    """Record that vLLM has chosen our kernel in this process.
+def mark_kernel_selected(selected: bool = True) -> None:
+    """Record whether vLLM has chosen our kernel for the model of this process.
 
     The same settings can lead to another kernel, for instance after a library was mended
     or another plugin came along. vLLM computes its compile key after it has built the
     model, so what was really chosen can be part of it.
     """
     global _kernel_selected
-    _kernel_selected = True
+    _kernel_selected = selected
 
 
 _kernel_selected = False
@@ -145,8 +155,8 @@ def _tuning_digest() -> str:
     if not path:
         return ""
     try:
-        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
-    except OSError as error:
+        return hashlib.sha256(Path(os.path.expanduser(path)).read_bytes()).hexdigest()
+    except Exception as error:
         return f"unreadable: {type(error).__name__}"
 
 
@@ -175,7 +185,8 @@ def _positive_int(variable: Variable, env: Mapping[str, str]) -> int | None:
     value = _raw(variable, env)
     if not value:
         return None
-    if not (value.isascii() and value.isdigit() and int(value) >= 1):
+    # More digits than any machine has CPUs; Python refuses to parse thousands of them.
+    if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value) >= 1):
         raise _illegal(variable, value)
     return int(value)
 
@@ -190,8 +201,11 @@ def _directory(variable: Variable, env: Mapping[str, str]) -> Path:
     if path is None:
         base = env.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
         return Path(os.path.abspath(base)) / "vllm_rocm_mxfp8"
-    if path.exists() and not path.is_dir():
-        raise _illegal(variable, str(path), "it is not a directory")
+    try:
+        if _exists(path) and not path.is_dir():
+            raise _illegal(variable, str(path), "it is not a directory")
+    except OSError as error:
+        raise _illegal(variable, str(path), _reason(error)) from None
     return path
 
 
@@ -203,13 +217,30 @@ def _readable_file(variable: Variable, env: Mapping[str, str]) -> Path | None:
         with path.open("rb"):
             return path
     except OSError as error:
-        raise _illegal(variable, str(path), error.strerror or type(error).__name__) from None
+        raise _illegal(variable, str(path), _reason(error)) from None
 
 
 def _writable_file(variable: Variable, env: Mapping[str, str]) -> Path | None:
     path = _path(variable, env)
     if path is None:
         return None
-    if path.is_dir():
-        raise _illegal(variable, str(path), "it is a directory")
+    try:
+        if _exists(path) and path.is_dir():
+            raise _illegal(variable, str(path), "it is a directory")
+    except OSError as error:
+        raise _illegal(variable, str(path), _reason(error)) from None
     return path
+
+
+def _exists(path: Path) -> bool:
+    """Raises OSError where the path cannot come to exist: a name too long, a parent that
+    is a file or that may not be searched."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

@@ -17,19 +17,23 @@ Callback = Callable[[types.ModuleType], None]
 
 
 def on_import(module_name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` once ``module_name`` has been executed.
+    """Call ``callback(module)`` each time ``module_name`` has been executed.
 
-    At once when that has already happened. Asking again with the same callback before
-    it ran changes nothing. An exception of the callback reaches whoever imports the
-    module. A module in the middle of its own import (this code may run inside it: vLLM
-    resolves the platform while its modules load) is picked up at the next import of
-    anything, or at the next ``on_import``.
+    At once when that has already happened, and again after a reload; callbacks must be
+    idempotent and must not raise. A module in the middle of its own import (this code may
+    run inside it: vLLM resolves the platform while its modules load) is picked up at the
+    next import of anything, or at the next ``on_import``.
     """
     finder = _installed_finder()
-    waiting = finder.waiting.setdefault(module_name, [])
-    if callback not in waiting:
-        waiting.append(callback)
-    finder.run_ready()
+    callbacks = finder.callbacks.setdefault(module_name, [])
+    if callback not in callbacks:
+        callbacks.append(callback)
+    module = sys.modules.get(module_name)
+    if _is_executed(module):
+        callback(module)  # type: ignore[arg-type]
+    elif module is not None:
+        finder.executing.add(module_name)
+    finder.run_executed()
 
 
 def _installed_finder() -> "_Finder":
@@ -52,7 +56,9 @@ class _Finder(importlib.abc.MetaPathFinder):
     it hands out the ordinary spec with a loader that reports the end of execution."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, list[Callback]] = {}
+        self.callbacks: dict[str, list[Callback]] = {}
+        # Awaited modules whose execution had begun before anybody asked for them.
+        self.executing: set[str] = set()
         self._searching = threading.local()
 
     def find_spec(
@@ -61,9 +67,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if self.waiting:
-            self.run_ready()
-        if fullname not in self.waiting or getattr(self._searching, "active", False):
+        if self.executing:
+            self.run_executed()
+        if fullname not in self.callbacks or getattr(self._searching, "active", False):
             return None
         self._searching.active = True
         try:
@@ -74,13 +80,14 @@ class _Finder(importlib.abc.MetaPathFinder):
             spec.loader = _ReportingLoader(spec.loader, self)
         return spec
 
-    def run_ready(self) -> None:
-        for name in list(self.waiting):
+    def run_executed(self) -> None:
+        for name in list(self.executing):
             if _is_executed(sys.modules.get(name)):
+                self.executing.discard(name)
                 self.run(name, sys.modules[name])
 
     def run(self, name: str, module: types.ModuleType) -> None:
-        for callback in self.waiting.pop(name, []):
+        for callback in list(self.callbacks.get(name, ())):
             callback(module)
 
     def _ordinary_spec(
@@ -110,13 +117,11 @@ class _ReportingLoader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         name = module.__name__
-        callbacks = list(self._finder.waiting.get(name, ()))
-        try:
+        # Somebody may execute a private copy that never becomes the module.
+        if sys.modules.get(name) is module:
             self._finder.run(name, module)
-        except BaseException:
-            # The import fails with it; whoever tries again must meet the same answer.
-            self._finder.waiting[name] = callbacks
-            raise
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
         return getattr(self._loader, name)

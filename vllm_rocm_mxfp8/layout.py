@@ -103,7 +103,7 @@ def scale_block(weight_scale: torch.Tensor, n: int, k: int) -> str:
     if n % 32 == 0 and shape == (n // 32, k // TILE_K):
         return "32x32"
     raise ValueError(
-        f"weight_scale of an N={n}, K={k} linear must be [{n}, {k // TILE_K}] "
+        f"scales of N={n} rows and K={k} columns must be [{n}, {k // TILE_K}] "
         f"or [{-(-n // 32)}, {k // TILE_K}], got {list(shape)}"
     )
 

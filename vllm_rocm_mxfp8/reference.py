@@ -29,7 +29,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The smallest normal number keeps log2 finite; such blocks get scale byte 0.
     amax = blocks.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny)
     exponent = (amax.div(E4M3_MAX).log2().ceil() + 127.0).clamp(0.0, 254.0)
-    scaled = blocks / torch.exp2(exponent - 127.0).unsqueeze(-1)
+    # Times the reciprocal: 2^-127, the divisor of an all-zero block, is a denormal that a
+    # CPU set to flush would turn into 0 / 0. Both are powers of two, so both are exact.
+    scaled = blocks * torch.exp2(127.0 - exponent).unsqueeze(-1)
     x_q = scaled.reshape(x.shape).to(torch.float8_e4m3fn)
     return x_q, exponent.to(torch.uint8)
 
@@ -52,8 +54,10 @@ def dequantize(
     Raises ValueError if the shapes do not fit.
     """
     rows, k = data.shape
+    if data.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"MXFP8 data must be float8_e4m3fn, got {data.dtype}")
     if layout.scale_block(scale, rows, k) == "32x32":
-        # An index instead of repeat_interleave on bytes: float8_e8m0fnu has no kernels.
+        # As bytes: float8_e8m0fnu has hardly any kernels.
         scale = scale.view(torch.uint8).repeat_interleave(TILE_K, dim=0)
     values = data.to(dtype).unflatten(1, (k // TILE_K, TILE_K))
     return (values * e8m0_to_float(scale, dtype).unsqueeze(-1)).flatten(1)
@@ -83,6 +87,8 @@ def gemm(
     out = torch.empty((m, n), dtype=out_dtype, device=x_q.device)
     if m == 0:
         return out
+    if tuple(x_scale.shape) != (m, k // TILE_K):
+        raise ValueError(f"x_scale must be [{m}, {k // TILE_K}], got {list(x_scale.shape)}")
     x = dequantize(x_q, x_scale)
     for start in range(0, n, _ROWS_PER_CHUNK):
         stop = min(start + _ROWS_PER_CHUNK, n)

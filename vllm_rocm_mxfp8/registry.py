@@ -22,6 +22,14 @@ def install(kernel_list: types.ModuleType) -> bool:
     order; a second call changes nothing. Returns whether our kernel is in the list. A
     vLLM whose symbols have moved is left untouched, with one warning.
     """
+    try:
+        return _install(kernel_list)
+    except Exception as error:
+        _decline(f"inserting the kernel failed with {type(error).__name__}: {error}")
+        return False
+
+
+def _install(kernel_list: types.ModuleType) -> bool:
     host = compat.probe_host(kernel_list)
     platform = compat.current_platform()
     if isinstance(host, str) or isinstance(platform, str):
@@ -32,11 +40,11 @@ def install(kernel_list: types.ModuleType) -> bool:
         )
         return False
     key, name = platform
-    if name != "rocm" and envs.read().backend != "reference":
+    if name != "rocm" and envs.backend() != "reference":
         return False
     listed = host.kernels.get(key, [])
     for entry in listed:
-        if entry.__name__ == KERNEL_NAME:
+        if getattr(entry, "__name__", "") == KERNEL_NAME:
             ours = entry.__module__.startswith("vllm_rocm_mxfp8.")
             if not ours:
                 _decline(

@@ -1,4 +1,4 @@
-"""What became of every MXFP8 linear: rows, the summary line, a table and JSON. Pure."""
+"""What became of every MXFP8 linear: rows, the summary line, a table and JSON."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def summary(rows: Sequence[Row]) -> str:
         reasons = Counter(r.reason for r in rows if not r.ours and r.runs_on == place)
         named = [f"{text} ({n})" for text, n in reasons.most_common(_REASONS_IN_SUMMARY)]
         if len(reasons) > _REASONS_IN_SUMMARY:
-            named.append(f"{len(reasons) - _REASONS_IN_SUMMARY} more reasons in the report")
+            named.append(f"{len(reasons) - _REASONS_IN_SUMMARY} more reasons")
         parts.append(f"{count} on {place}: {', '.join(named)}")
     return "; ".join(parts)
 

@@ -19,14 +19,26 @@ Ledger: symbol | why | can go when
 ``ModelOptLinearMethod.ctx.scale_block_size``, ``QuarkOCP_MX.scale_block_rows`` | the
   declared scale block; the loader has expanded it by the time weights are processed |
   the kernel's config carries it
-``quant_method.kernel``, ``layer.scheme.*`` | from a layer to its kernel, for the report
-  | vLLM lists its kernels
+``quant_method.kernel``, ``layer.scheme.*``, ``Mxfp8LinearLayerConfig.weight_shape``,
+  ``model_runner.model``, ``.drafter.model``, ``.speculator.model`` | from a worker to its
+  layers and kernels, for the report | vLLM lists its kernels
+``EmulationMxfp8LinearKernel``, ``model_executor.utils.replace_parameter`` | the last
+  resort of ``--linear-backend aiter``; swapping a parameter so that reload finds it | never
+``envs.environment_variables`` | vLLM's compile key is made from it | a plugin can add to
+  the key
+``config.kernel_config.monokernel``, ``envs.VLLM_ROCM_MONO_DECODE`` (0.32) | raw reader,
+  below | the monokernel asks the linear for its weight
 
 Raw readers of an MXFP8 linear's weight outside its quantization method, which must find
 the checkpoint's bytes (vLLM 0.33.0; paths relative to its package):
 ``wo_a`` of DeepSeek V4 and V4.1: ``v1/attention/ops/rocm_aiter_mla_sparse.py:1707`` and
 ``:1943`` read ``attn.wo_a.weight`` on gfx950 without a flag. The layer is recognised by
 ``bmm_batch_size`` (``deepseek_v41/attention.py:399``), whatever its ``is_bmm`` says.
+Every linear under the monokernel: ``models/deepseek_v41/amd/mono_decode.py:516`` and
+``:592`` hand the weights of ``fused_wqa_wkv``, ``wq_b``, ``wo_a``, ``wo_b`` and the shared
+experts to one decode kernel, which checks shape and dtype only.
+The rest of vLLM goes through the quantization method (MLA absorption multiplies by an
+identity) or asks for bfloat16 weights and fails loudly on MXFP8 ones, with any kernel.
 """
 
 import inspect
@@ -75,6 +87,13 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
 
     Returns a Host, or the reason why this vLLM cannot take our kernel, naming the symbol.
     """
+    try:
+        return _probe_host(kernel_list)
+    except Exception as error:
+        return f"{KERNEL_LIST_MODULE}: {type(error).__name__}: {error}"
+
+
+def _probe_host(kernel_list: types.ModuleType) -> Host | str:
     kernels = getattr(kernel_list, "_POSSIBLE_MXFP8_KERNELS", None)
     if not isinstance(kernels, dict) or not all(isinstance(v, list) for v in kernels.values()):
         return _drift(
@@ -108,6 +127,10 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
         problem = _signature_problem(rocm_kernel, method, parameters)
         if problem:
             return problem
+    config = getattr(kernel_list, "Mxfp8LinearLayerConfig", None)
+    if "weight_shape" not in getattr(config, "__dataclass_fields__", {}):
+        name = f"{KERNEL_LIST_MODULE}.Mxfp8LinearLayerConfig"
+        return _drift(name, config, "a dataclass with weight_shape")
     utils = sys.modules.get("vllm.model_executor.utils")
     replace_parameter = getattr(utils, "replace_parameter", None)
     if not callable(replace_parameter):
@@ -135,7 +158,10 @@ def probe_host(kernel_list: types.ModuleType) -> Host | str:
 
 def current_host() -> Host:
     """The Host of this process, for code that runs only after it was probed usable."""
-    host = probe_host(sys.modules[KERNEL_LIST_MODULE])
+    module = sys.modules.get(KERNEL_LIST_MODULE)
+    if module is None:
+        raise RuntimeError(f"{KERNEL_LIST_MODULE} has not been imported")
+    host = probe_host(module)
     if isinstance(host, str):
         raise RuntimeError(host)
     return host
@@ -160,6 +186,31 @@ def is_rocm() -> bool:
 def batch_invariant() -> bool:
     """vLLM's ``VLLM_BATCH_INVARIANT``."""
     return bool(getattr(sys.modules.get(ENVS_MODULE), "VLLM_BATCH_INVARIANT", False))
+
+
+def monokernel() -> str:
+    """The switch under which vLLM reads whole layers' weights itself, or ''."""
+    get = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", None)
+    config = get() if callable(get) else None
+    if getattr(getattr(config, "kernel_config", None), "monokernel", False):
+        return "--monokernel"
+    if getattr(sys.modules.get(ENVS_MODULE), "VLLM_ROCM_MONO_DECODE", False):
+        return "VLLM_ROCM_MONO_DECODE"
+    return ""
+
+
+def not_selected_because(kernel_name: str) -> str:
+    """Why vLLM took another kernel than ours where ours is supported."""
+    disabled = getattr(sys.modules.get(ENVS_MODULE), "VLLM_DISABLED_KERNELS", ())
+    if kernel_name in disabled:
+        return f"VLLM_DISABLED_KERNELS names {kernel_name}"
+    return "--linear-backend or another plugin's kernel came first"
+
+
+def gpu_arch() -> str:
+    """Architecture of a ROCm GPU, like ``gfx950``; '' elsewhere or if unknown."""
+    name = getattr(sys.modules.get("vllm.platforms.rocm"), "_GCN_ARCH", "")
+    return str(name).split(":")[0]
 
 
 def read_elsewhere(layer: Any) -> str:
@@ -191,12 +242,10 @@ def kernel_of(layer: Any) -> Any:
 
 
 def mxfp8_linears(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """``(name, layer, kernel)`` of every MXFP8 linear, each kernel once."""
-    seen: set[int] = set()
+    """``(name, layer, kernel)`` of every MXFP8 linear that holds a weight."""
     for name, layer in model.named_modules():
-        kernel = kernel_of(layer)
-        if kernel is not None and id(kernel) not in seen:
-            seen.add(id(kernel))
+        kernel = kernel_of(layer) if "weight" in getattr(layer, "_parameters", {}) else None
+        if kernel is not None:
             yield name, layer, kernel
 
 
@@ -214,12 +263,15 @@ def worker_rank(worker: Any) -> int:
     parallel = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     replica = int(getattr(parallel, "data_parallel_rank", 0) or 0)
     world = int(getattr(parallel, "world_size", 1) or 1)
-    return replica * world + int(getattr(worker, "rank", 0))
+    return replica * world + int(getattr(worker, "rank", 0) or 0)
 
 
 def probe_worker(module: types.ModuleType) -> type | str:
     """The worker class whose ``load_model`` we observe, or the reason why not."""
-    worker = getattr(module, "Worker", None)
+    try:
+        worker = getattr(module, "Worker", None)
+    except Exception as error:
+        return f"{WORKER_MODULE}.Worker: {type(error).__name__}: {error}"
     if not isinstance(worker, type) or not callable(getattr(worker, "load_model", None)):
         return _drift(f"{WORKER_MODULE}.Worker.load_model", worker, "a class with that method")
     return worker
@@ -233,12 +285,13 @@ def _drift(symbol: str, found: Any, expected: str) -> str:
 def _signature_problem(owner: type, method: str, expected: tuple[str, ...]) -> str:
     name = f"{owner.__name__}.{method}"
     function = getattr(owner, method, None)
-    if function is None:
-        return f"{_ROCM_KERNEL_MODULE}.{name} is missing"
+    if not callable(function):
+        state = "is missing" if function is None else f"is {function!r}"
+        return f"{_ROCM_KERNEL_MODULE}.{name} {state}, expected a method"
     found = tuple(inspect.signature(function).parameters)
-    if found[: len(expected)] == expected and all(
-        p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        for p in list(inspect.signature(function).parameters.values())[len(expected) :]
-    ):
-        return ""
-    return f"{_ROCM_KERNEL_MODULE}.{name} takes {found}, expected {expected}"
+    # Exactly: what vLLM's kernel takes beyond it, vLLM will pass to ours one day.
+    return (
+        ""
+        if found == expected
+        else f"{_ROCM_KERNEL_MODULE}.{name} takes {found}, expected {expected}"
+    )

@@ -2,6 +2,7 @@
 is the op's (:mod:`ops.linear`)."""
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -33,15 +34,20 @@ def kernel_class() -> type:
         def __init__(self, c: Any) -> None:
             super().__init__(c)
             envs.mark_kernel_selected()
+            if parent_serves():
+                linear_op.set_row_major(_parent_row_major(host.rocm_kernel))
 
         @classmethod
         def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            if envs.mode() == "require" and process.unobserved():
+                raise RuntimeError(f"VLLM_ROCM_MXFP8=require, but {process.unobserved()}")
             verdict = process.verdict()
             return verdict.ok, verdict.text or None
 
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-            return True, None
+            verdict = process.model_verdict()
+            return verdict.ok, verdict.text or None
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Preshuffle, or leave to the parent. A pure function of the loaded tensors
@@ -49,15 +55,17 @@ def kernel_class() -> type:
             weight = layer.weight.data
             if weight.ndim != 2:
                 raise RuntimeError(
-                    f"weight of shape {list(weight.shape)} has been processed before: weights "
-                    "saved after processing (sharded state) must be loaded without this "
-                    "plugin's processing, from the original checkpoint"
+                    f"this weight, of shape {list(weight.shape)}, is preshuffled already. It "
+                    "comes from weights saved after loading (sharded state); load the original "
+                    "checkpoint instead"
                 )
             n, k = self.config.weight_shape
             self.verdict = layer_verdict(layer, n, k)
             if not self.verdict.ok:
-                if compat.is_rocm():
+                if parent_serves():
                     super().process_weights_after_loading(layer)
+                elif self.verdict.code == "tensors":
+                    raise ValueError(f"an MXFP8 linear cannot be served: {self.verdict.text}")
                 else:
                     _keep_row_major(layer, n, k)
                 return
@@ -67,9 +75,10 @@ def kernel_class() -> type:
             )
             if not confirmed:
                 logger.warning(
-                    "an N=%d, K=%d linear declares one scale per %d x 32 weights, but its "
-                    "loaded scales differ inside a block (or N is no multiple of it): it is "
-                    "served with one scale per row",
+                    "%s (N=%d, K=%d) is served with one scale per row: its checkpoint declares "
+                    "one per %d rows, which needs 32 rows per block, N a multiple of it, and "
+                    "equal scales inside each block",
+                    getattr(layer, "prefix", "") or "a linear",
                     n,
                     k,
                     compat.declared_scale_rows(layer),
@@ -88,8 +97,6 @@ def kernel_class() -> type:
             # Outside the op, where Inductor can fuse it.
             return out if bias is None else out + bias
 
-    if compat.is_rocm():
-        linear_op.set_row_major(_parent_row_major(host.rocm_kernel))
     AiterMxfp8LinearKernel.__qualname__ = "AiterMxfp8LinearKernel"
     return AiterMxfp8LinearKernel
 
@@ -97,8 +104,14 @@ def kernel_class() -> type:
 def __getattr__(name: str) -> Any:
     # Pickle looks the class up by its module and name.
     if name == "AiterMxfp8LinearKernel":
+        importlib.import_module(compat.KERNEL_LIST_MODULE)
         return kernel_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def parent_serves() -> bool:
+    """Can vLLM's own ROCm kernel run here, for the layers that we decline?"""
+    return bool(compat.current_host().rocm_kernel.is_supported()[0])  # type: ignore[attr-defined]
 
 
 def layer_verdict(layer: torch.nn.Module, n: int, k: int) -> capability.Verdict:
@@ -110,7 +123,7 @@ def layer_verdict(layer: torch.nn.Module, n: int, k: int) -> capability.Verdict:
             read_elsewhere=compat.read_elsewhere(layer),
             problem=_tensor_problem(layer, n, k),
         ),
-        envs.read().backend,
+        envs.backend(),
     )
 
 

@@ -20,6 +20,7 @@ Gemm = Callable[
 RowMajor = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 """``(x [M, K], weight [N, K], weight_scale, out_dtype) -> [M, N]``"""
 
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 _row_major: RowMajor = reference.linear
@@ -50,7 +51,15 @@ def linear(
     Raises ValueError for shapes that do not fit, TypeError for a dtype, RuntimeError for
     a preshuffled weight that no backend of this process can read.
     """
-    _check(x, x_scale, k)
+    _check(x, x_scale, weight, weight_scale, k)
+    rows = x.numel() // k
+    if x_scale is not None and (
+        tuple(x_scale.shape) != (rows, k // 32) or x_scale.dtype not in _E8M0
+    ):
+        raise ValueError(
+            f"x_scale must be row-major [{rows}, {k // 32}] uint8 or float8_e8m0fnu, "
+            f"got {list(x_scale.shape)} {x_scale.dtype}"
+        )
     shape = (*x.shape[:-1], n)
     if x.numel() == 0:
         return x.new_empty(shape, dtype=out_dtype)
@@ -63,11 +72,12 @@ def linear(
             )
         gemm = _gemm()
         x_q, x_q_scale = (x2d, x_scale) if x_scale is not None else reference.quantize(x2d)
-        out = gemm(x_q, x_q_scale.reshape(-1, k // 32), weight, weight_scale, out_dtype)
+        out = gemm(x_q, x_q_scale, weight, weight_scale, out_dtype)
     else:
+        if weight.shape != (n, k):
+            raise ValueError(f"a row-major weight must be [{n}, {k}], got {list(weight.shape)}")
         if x_scale is not None:
-            x2d = reference.dequantize(x2d, x_scale.reshape(-1, k // 32), torch.float32)
-            x2d = x2d.to(out_dtype)
+            x2d = reference.dequantize(x2d, x_scale, torch.float32).to(out_dtype)
         out = _row_major(x2d, weight, weight_scale, out_dtype)
     return out.reshape(shape)
 
@@ -81,11 +91,17 @@ def _linear_fake(
     k: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    _check(x, x_scale, k)
+    _check(x, x_scale, weight, weight_scale, k)
     return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
 
 
-def _check(x: torch.Tensor, x_scale: torch.Tensor | None, k: int) -> None:
+def _check(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    k: int,
+) -> None:
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"the input of a K={k} linear must be [..., {k}], got {list(x.shape)}")
     if x_scale is None and x.dtype not in _FLOATING:
@@ -94,10 +110,18 @@ def _check(x: torch.Tensor, x_scale: torch.Tensor | None, k: int) -> None:
         )
     if x_scale is not None and x.dtype != torch.float8_e4m3fn:
         raise TypeError(f"a quantized input must be float8_e4m3fn, got {x.dtype}")
+    # vLLM's ROCm kernel keeps some row-major weights dequantized; preshuffled are bytes.
+    wide = weight.ndim == 2 and weight.dtype in _FLOATING
+    if weight.dtype != torch.float8_e4m3fn and not wide:
+        raise TypeError(f"an MXFP8 weight must be float8_e4m3fn, got {weight.dtype}")
+    if weight_scale.dtype not in _E8M0:
+        raise TypeError(
+            f"weight_scale must be uint8 or float8_e8m0fnu, got {weight_scale.dtype}"
+        )
 
 
 def _gemm() -> Gemm:
-    backend = envs.read().backend
+    backend = envs.backend()
     if backend == "reference":
         return reference.gemm
     raise RuntimeError(
