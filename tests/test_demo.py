@@ -55,6 +55,18 @@ def test_a_short_answer_fails(demo):
     assert demo.compare(answers(demo), other) == 1
 
 
+def test_every_prompt_is_in_the_vocabulary(demo, tmp_path):
+    from mxfp8_demo.checkpoint import write_tokenizer
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    encoded = [tokenizer.encode(prompt).ids for prompt in demo.prompts()]
+    assert len({tuple(ids) for ids in encoded}) == 8
+    assert all(0 not in ids for ids in encoded), encoded
+    assert tokenizer.decode(encoded[1]) == demo.prompts()[1]
+
+
 @pytest.mark.engine
 def test_the_demo_runs_and_shows_the_kernel_table():
     """Two starts of `vllm serve`."""
