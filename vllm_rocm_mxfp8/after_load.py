@@ -71,7 +71,7 @@ def _row(name: str, layer: Any, kernel: Any) -> report.Row:
     if class_name != KERNEL_NAME:
         verdict = process.verdict()
         if verdict.ok:
-            verdict = process.model_verdict()
+            verdict = process.last_model_verdict()
         if verdict.ok:
             why = compat.not_selected_because(KERNEL_NAME)
             verdict = capability.Verdict(False, "not_selected", why)
@@ -79,7 +79,9 @@ def _row(name: str, layer: Any, kernel: Any) -> report.Row:
             name, n, k, block, class_name, False, class_name, verdict.code, verdict.text
         )
     if layer.weight.ndim == 3:
-        return report.Row(name, n, k, block, class_name, True, "the reference backend")
+        reference = envs.backend() == "reference"
+        place = "the reference backend" if reference else "AITER's FlyDSL"
+        return report.Row(name, n, k, block, class_name, True, place)
     from vllm_rocm_mxfp8.kernels.linear import parent_serves
 
     # A weight-cache consumer never processed the weight; the shapes still tell.

@@ -18,10 +18,10 @@ LAYOUT_ABI = 1
 """Number of the weight layout and op schema. Raise it whenever a graph traced by an
 older version, or a weight processed by it, would be read differently by this one."""
 
-BACKENDS = ("auto", "reference")
+BACKENDS = ("auto", "aiter", "reference")
 """Legal values of ``VLLM_ROCM_MXFP8_BACKEND`` in this version."""
 
-_PLANNED_BACKENDS = ("aiter", "triton", "flydsl")
+_PLANNED_BACKENDS = ("triton", "flydsl")
 
 
 @dataclass(frozen=True)

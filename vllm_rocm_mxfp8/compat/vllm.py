@@ -28,6 +28,13 @@ Ledger: symbol | why | can go when
   the key
 ``config.kernel_config.monokernel``, ``envs.VLLM_ROCM_MONO_DECODE`` (0.32) | raw reader,
   below | the monokernel asks the linear for its weight
+``platforms.rocm._GCN_ARCH`` | exactly gfx950; ``supports_mx()`` is true on gfx1250 as well
+  | the platform names its architecture
+``_aiter_ops.rocm_aiter_ops.is_linear_enabled`` | vLLM's own switches for AITER | never
+``fusion.quant_activation``, ``layer._input_quant_key``, ``kMxfp8Dynamic`` | quantized
+  inputs; methods other than ModelOpt's never advertise them | they do
+``mxfp8.rocm_block32_gemm.rocm_mxfp8_block32_gemm`` | quantized inputs to layers that stay
+  on vLLM's kernel, whose apply does not take them | it does
 
 Raw readers of an MXFP8 linear's weight outside its quantization method, which must find
 the checkpoint's bytes (vLLM 0.33.0; paths relative to its package):
@@ -188,11 +195,85 @@ def batch_invariant() -> bool:
     return bool(getattr(sys.modules.get(ENVS_MODULE), "VLLM_BATCH_INVARIANT", False))
 
 
+def _current_config() -> Any:
+    get = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", None)
+    return get() if callable(get) else None
+
+
+def model_dtype() -> str:
+    """dtype of the model being built, like ``bfloat16``; '' outside a model's build."""
+    dtype = getattr(getattr(_current_config(), "model_config", None), "dtype", None)
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def max_batched_tokens() -> int:
+    """The scheduler's token maximum of the model being built, 8192 if unknown."""
+    scheduler = getattr(_current_config(), "scheduler_config", None)
+    return int(getattr(scheduler, "max_num_batched_tokens", 0) or 8192)
+
+
+def aiter_linear_off() -> str:
+    """Which of vLLM's switches keeps AITER's linears off, or ''. '' off ROCm, too."""
+    if not is_rocm():
+        return ""
+    vllm_envs = sys.modules.get(ENVS_MODULE)
+    for name in ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_LINEAR"):
+        if not getattr(vllm_envs, name, False):
+            return (
+                f"{name} is off (vLLM's default)"
+                if name.endswith("AITER")
+                else f"{name} is off"
+            )
+    try:
+        from vllm._aiter_ops import rocm_aiter_ops
+
+        if not rocm_aiter_ops.is_linear_enabled():
+            return "vLLM finds no AITER that it can use on this GPU"
+    except Exception as error:
+        return f"vllm._aiter_ops.rocm_aiter_ops: {type(error).__name__}: {error}"
+    return ""
+
+
+def quantized_activation_class() -> type | None:
+    """vLLM's ``QuantizedActivation``, or None where this vLLM has none."""
+    try:
+        from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+    except Exception:
+        return None
+    return QuantizedActivation  # type: ignore[no-any-return]
+
+
+def mxfp8_dynamic_key() -> Any:
+    """vLLM's key of an activation with one E8M0 scale per 32 values of a row, or None."""
+    try:
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Dynamic
+    except Exception:
+        return None
+    return kMxfp8Dynamic
+
+
+def advertise_quantized_input(layer: Any, consumable: bool) -> None:
+    """Tell producers whether this layer takes activations quantized as ``kMxfp8Dynamic``.
+
+    ModelOpt advertises when it creates weights, the other methods never do. LoRA layers
+    hide the key themselves (``requires_unquantized_input``).
+    """
+    key = mxfp8_dynamic_key()
+    if consumable and key is not None:
+        layer._input_quant_key = key
+    elif hasattr(layer, "_input_quant_key"):
+        del layer._input_quant_key
+
+
+def block32_gemm() -> Any:
+    """vLLM's GEMM for quantized inputs and row-major weights with 32x32 blocks, or None."""
+    module = sys.modules.get("vllm.model_executor.kernels.linear.mxfp8.rocm_block32_gemm")
+    return getattr(module, "rocm_mxfp8_block32_gemm", None)
+
+
 def monokernel() -> str:
     """The switch under which vLLM reads whole layers' weights itself, or ''."""
-    get = getattr(sys.modules.get("vllm.config"), "get_current_vllm_config_or_none", None)
-    config = get() if callable(get) else None
-    if getattr(getattr(config, "kernel_config", None), "monokernel", False):
+    if getattr(getattr(_current_config(), "kernel_config", None), "monokernel", False):
         return "--monokernel"
     if getattr(sys.modules.get(ENVS_MODULE), "VLLM_ROCM_MONO_DECODE", False):
         return "VLLM_ROCM_MONO_DECODE"

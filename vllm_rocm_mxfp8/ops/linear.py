@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_rocm_mxfp8 import envs, layout, reference
+from vllm_rocm_mxfp8 import envs, layout, process, reference
+from vllm_rocm_mxfp8.compat import aiter
 
 Gemm = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor
@@ -24,12 +25,21 @@ _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 
 _row_major: RowMajor = reference.linear
+_row_major_block32: Gemm | None = None
+_aiter_checked = False
 
 
-def set_row_major(function: RowMajor) -> None:
-    """Choose who serves two-dimensional weights: on ROCm vLLM's own kernel."""
-    global _row_major
-    _row_major = function
+def set_row_major(plain: RowMajor, block32: Gemm | None = None) -> None:
+    """Choose who serves two-dimensional weights: on ROCm vLLM's own kernels. ``block32``
+    takes quantized inputs to weights with 32x32 scale blocks."""
+    global _row_major, _row_major_block32
+    _row_major, _row_major_block32 = plain, block32
+
+
+def forget_backend() -> None:
+    """Look again whether AITER can serve; for tests that change the machine."""
+    global _aiter_checked
+    _aiter_checked = False
 
 
 def linear(
@@ -76,10 +86,22 @@ def linear(
     else:
         if weight.shape != (n, k):
             raise ValueError(f"a row-major weight must be [{n}, {k}], got {list(weight.shape)}")
-        if x_scale is not None:
-            x2d = reference.dequantize(x2d, x_scale, torch.float32).to(out_dtype)
-        out = _row_major(x2d, weight, weight_scale, out_dtype)
+        out = _row_major_linear(x2d, x_scale, weight, weight_scale, out_dtype)
     return out.reshape(shape)
+
+
+def _row_major_linear(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    if x_scale is not None:
+        if _row_major_block32 is not None and weight_scale.shape[0] != weight.shape[0]:
+            return _row_major_block32(x.contiguous(), x_scale, weight, weight_scale, out_dtype)
+        x = reference.dequantize(x, x_scale, torch.float32).to(out_dtype)
+    return _row_major(x, weight, weight_scale, out_dtype)
 
 
 def _linear_fake(
@@ -124,11 +146,43 @@ def _gemm() -> Gemm:
     backend = envs.backend()
     if backend == "reference":
         return reference.gemm
+    global _aiter_checked
+    if _aiter_checked:
+        return _aiter_gemm
+    verdict = process.verdict()
+    if verdict.ok:
+        # Facts of the process; asking them again at every launch would cost as much.
+        _aiter_checked = True
+        return _aiter_gemm
     raise RuntimeError(
         "this weight is preshuffled, but no backend of this process reads that layout "
-        f"(VLLM_ROCM_MXFP8_BACKEND={backend}). It was processed by a process with other "
-        "settings: give both the same VLLM_ROCM_MXFP8* variables, or load the weights again."
+        f"(VLLM_ROCM_MXFP8_BACKEND={backend}: {verdict.text}). It was processed by a process "
+        "with other settings: give both the same VLLM_ROCM_MXFP8* variables, or load the "
+        "weights again."
     )
+
+
+def _aiter_gemm(
+    x_q: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    library = aiter.probe()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    rows, columns, _ = weight.shape
+    # AITER takes its E8M0 route by dtype and by rank: uint8 scales, or flat ones, would be
+    # read as something else. It computes bfloat16 only.
+    out = library.gemm(
+        x_q.contiguous(),
+        weight.view(rows * 16, columns * 32),
+        x_scale.contiguous().view(torch.float8_e8m0fnu),
+        weight_scale.view(torch.float8_e8m0fnu),
+        dtype=torch.bfloat16,
+    )
+    return out.to(out_dtype)
 
 
 # FRAGMENT and the check: the module may be executed again in one process (tests, reload).
