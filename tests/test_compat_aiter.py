@@ -1,5 +1,6 @@
 import importlib
 import importlib.metadata
+import logging
 import sys
 
 import pytest
@@ -86,6 +87,33 @@ def test_1x32_is_what_aiter_says(options, runs):
         found = aiter.probe()
         assert isinstance(found, aiter.Aiter), found
         assert found.reads_1x32() == runs
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_untuned_warnings_come_once_per_shape_not_once_per_m(generation):
+    logger = logging.getLogger("aiter")
+    before = list(logger.filters)
+    logger.filters.clear()
+    try:
+        with aiter_double.install(generation, table=TABLE, cu_num=64) as double:
+            found = aiter.probe()
+            assert isinstance(found, aiter.Aiter), found
+            said = []
+            handler = logging.Handler()
+            handler.emit = said.append
+            logger.addHandler(handler)
+            try:
+                for n in (5120, 8192):
+                    for m in range(1, 40):
+                        found.lookup(m, n, 2048, "32x32")
+                logger.warning("something else")
+                logger.warning("something else")
+            finally:
+                logger.removeHandler(handler)
+            assert double is not None
+    finally:
+        logger.filters[:] = before
+    assert len(said) == 4, [r.getMessage() for r in said]
 
 
 @pytest.mark.parametrize("count", [3, 6])

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.utils.mxfp8_utils import (
     _mxfp8_e4m3_quantize_torch as vllm_quantize,
 )
+from vllm.model_executor.model_loader.reload import layerwise
 
 from vllm_rocm_mxfp8 import after_load, layout, registry
 
@@ -28,6 +29,11 @@ def kernel(monkeypatch):
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
     with registry.registered(kernel_list) as cls, set_current_vllm_config(VllmConfig()):
         yield cls
+
+
+def copy_loader(param, loaded_weight):
+    """vLLM's reload replays loaders by these argument names."""
+    param.data.copy_(loaded_weight)
 
 
 def make_layer(n, k, block=None, parts=None, bmm=False):
@@ -44,7 +50,7 @@ def make_layer(n, k, block=None, parts=None, bmm=False):
         # On ROCm vLLM selects for bmm_batch_size only when is_bmm is set; select plainly.
         del layer.bmm_batch_size
     layer.quant_method.create_weights(
-        layer, k, parts or [n], k, n, torch.bfloat16, weight_loader=lambda p, w: p.data.copy_(w)
+        layer, k, parts or [n], k, n, torch.bfloat16, weight_loader=copy_loader
     )
     if bmm:
         layer.bmm_batch_size = 1
@@ -241,6 +247,54 @@ def test_processing_again_with_new_values_equals_a_fresh_load():
     process(layer)
     x = inputs(4, 96)
     assert torch.equal(layer.quant_method.apply(layer, x), expected(x, data, scale))
+
+
+SHAPES = {"blocks": (64, 64, 32), "rows": (64, 96, None), "declined": (24, 32, None)}
+
+
+def three_layers():
+    model = torch.nn.Module()
+    for name, (n, k, block) in SHAPES.items():
+        model.add_module(name, make_layer(n, k, block))
+    layerwise.record_metadata_for_reloading(model)
+    return model
+
+
+def loaded(seed):
+    model = three_layers()
+    for name, (_, _, block) in SHAPES.items():
+        load(getattr(model, name), seed, block or 1)
+        process(getattr(model, name))
+    return model
+
+
+@pytest.mark.parametrize("first", ["dummy", "real"])
+def test_vllms_layerwise_reload_equals_a_fresh_load_at_the_same_addresses(first):
+    if first == "real":
+        model = loaded(1)
+    else:
+        model = three_layers()
+        for layer in model.children():
+            layer.weight.data.zero_()
+            layer.weight_scale.data.fill_(120)
+            process(layer)
+    parameters = dict(model.named_parameters())
+    addresses = {name: p.data_ptr() for name, p in parameters.items()}
+    layerwise.initialize_layerwise_reload(model)
+    source = three_layers()
+    for name, (_, _, block) in SHAPES.items():
+        layer = getattr(model, name)
+        data, scale = load(getattr(source, name), 2, block or 1)
+        layer.weight.weight_loader(layer.weight, data)
+        stored = scale[::block] if block else scale
+        layer.weight_scale.weight_loader(layer.weight_scale, stored)
+    layerwise.finalize_layerwise_reload(model, types.SimpleNamespace(dtype=torch.bfloat16))
+    want = dict(loaded(2).named_parameters())
+    for name, p in model.named_parameters():
+        assert p.shape == want[name].shape, name
+        assert torch.equal(p.view(torch.uint8), want[name].view(torch.uint8)), name
+        assert p.data_ptr() == addresses[name], name
+        assert p is parameters[name], name
 
 
 def test_deepcopy_pickle_and_rewrapped_parameters_keep_the_layout():

@@ -17,6 +17,8 @@ Ledger: symbol | why | can go when
 import functools
 import importlib
 import inspect
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -93,6 +95,8 @@ def probe() -> Aiter | str:
         parameters = inspect.signature(inspect.unwrap(lookup)).parameters
     except (TypeError, ValueError) as error:
         return f"AITER {version}: {_LOOKUP} cannot be inspected: {_first_line(error)}"
+    if len(parameters) in (4, 5):
+        _quieten_untuned_warnings()
     if len(parameters) == 4:
         return Aiter(version, gemm, lambda m, n, k, block: lookup(m, n, k, block))
     if len(parameters) == 5:
@@ -102,6 +106,30 @@ def probe() -> Aiter | str:
         f"AITER {version}: {_LOOKUP} takes ({', '.join(parameters)}), "
         "expected (m, n, k, w_scale_block[, bmm])"
     )
+
+
+class _OncePerShape(logging.Filter):
+    """AITER warns of an untuned shape once per M; a server meets thousands of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[tuple[str, str]] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        found = re.search(r"\bN:\s*(\d+), K:\s*(\d+).*untuned", record.getMessage())
+        if found is None:
+            return True
+        shape = (found[1], found[2])
+        if shape in self._seen:
+            return False
+        self._seen.add(shape)
+        return True
+
+
+def _quieten_untuned_warnings() -> None:
+    logger = logging.getLogger("aiter")
+    if not any(isinstance(f, _OncePerShape) for f in logger.filters):
+        logger.addFilter(_OncePerShape())
 
 
 def _first_line(error: BaseException) -> str:
