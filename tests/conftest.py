@@ -22,7 +22,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("checkpoints")
     return {
-        "plain": checkpoint.write_llama(folder / "plain"),
+        "plain": checkpoint.write_llama(folder / "plain", seed=1),
         "block32": checkpoint.write_llama(folder / "block32", block32=("mlp", "o_proj")),
         "mla": checkpoint.write_deepseek_v2(folder / "mla"),
         "bf16": checkpoint.write_llama(folder / "bf16", quantized=False),
