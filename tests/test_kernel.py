@@ -405,12 +405,12 @@ def test_a_layer_of_another_kernel_does_not_hide_the_others_from_the_report(monk
 def test_tensors_that_do_not_fit_are_declined_with_a_reason(break_it, words):
     import re
 
-    from vllm_rocm_mxfp8.kernels.linear import layer_verdict
+    from vllm_rocm_mxfp8.kernels.linear import judge
 
     layer = make_layer(64, 96)
     load(layer)
     break_it(layer)
-    verdict = layer_verdict(layer, 64, 96)
+    verdict, _ = judge(layer, 64, 96)
     assert verdict.code == "tensors"
     assert re.search(words, verdict.text)
 
