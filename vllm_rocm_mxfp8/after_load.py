@@ -143,12 +143,13 @@ def active_line() -> str:
     """The line to look for in the log."""
     facts = process.facts()
     listed = versions()
-    names = ", ".join(
-        f"{name} {listed[name]}" for name in ("vllm", "aiter", "flydsl") if listed[name]
-    )
+    is_reference = facts.backend == "reference"
+    # The reference backend is plain torch: other libraries' versions would mislead.
+    libraries = ("vllm",) if is_reference else ("vllm", "aiter", "flydsl")
+    names = ", ".join(f"{name} {listed[name]}" for name in libraries if listed[name])
     ahead = " ahead of RocmDotScaledMxfp8LinearKernel" if facts.platform == "rocm" else ""
     machine = compat.gpu_arch() or facts.platform
-    backend = f"{facts.backend} backend, " if facts.backend == "reference" else ""
+    backend = "reference backend, " if is_reference else ""
     return f"active: AiterMxfp8LinearKernel{ahead} ({machine}, {backend}{names})"
 
 

@@ -275,6 +275,21 @@ def test_a_wrong_layout_would_be_noticed(fault):
             check_numbers(layer, data, scale, (33,))
 
 
+def test_the_line_to_look_for(double):
+    from importlib.metadata import PackageNotFoundError, version
+
+    from vllm_rocm_mxfp8 import after_load
+
+    try:
+        flydsl = f", flydsl {version('flydsl')}"
+    except PackageNotFoundError:
+        flydsl = ""
+    assert after_load.active_line() == (
+        "active: AiterMxfp8LinearKernel ahead of RocmDotScaledMxfp8LinearKernel "
+        f"(gfx950, vllm 0.33.0, aiter 0.1.28{flydsl})"
+    )
+
+
 def test_no_rows_launch_nothing(double):
     layer = make_layer(256, 128, 32)
     load(layer, 32)
