@@ -67,11 +67,17 @@ def test_no_aiter_at_all():
 
 
 @pytest.mark.parametrize("broken", ["csv", "lookup_raises"])
-def test_a_lookup_that_raises_counts_as_untuned(broken):
+def test_a_lookup_that_raises_counts_as_untuned_and_says_so_once(broken, monkeypatch):
+    said = []
+    monkeypatch.setattr(aiter.log, "warning", lambda message, *a: said.append(message % a))
+    aiter._warn_once.cache_clear()
     with aiter_double.install(broken=broken, table=TABLE):
         found = aiter.probe()
         assert isinstance(found, aiter.Aiter), found
         assert not found.is_tuned(5120, 2048, "32x32", (1,))
+        assert not found.is_tuned(5120, 2048, "32x32", (1,))
+    assert len(said) == 1
+    assert "tuned table cannot be read" in said[0]
 
 
 @pytest.mark.parametrize(

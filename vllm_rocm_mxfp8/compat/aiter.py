@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from vllm_rocm_mxfp8.log import logger as log
+
 _GEMM_MODULE = "aiter.ops.gemm_op_a8w8"
 _LOOKUP = "get_mxscale_bpreshuffle_config"
 _GEMM = "gemm_a8w8_blockscale_bpreshuffle"
@@ -44,7 +46,12 @@ class Aiter:
         """Does the tuned table have a row for every token count? False if it cannot say."""
         try:
             return all(self.lookup(m, n, k, block) is not None for m in tokens)
-        except Exception:
+        except Exception as error:
+            kind = type(error).__name__
+            _warn_once(
+                f"AITER {self.version}: its tuned table cannot be read ({kind}: "
+                f"{_first_line(error)}); linears with 1x32 scales stay on vLLM's kernel"
+            )
             return False
 
     def reads_1x32(self) -> bool:
@@ -130,6 +137,11 @@ def _quieten_untuned_warnings() -> None:
     logger = logging.getLogger("aiter")
     if not any(isinstance(f, _OncePerShape) for f in logger.filters):
         logger.addFilter(_OncePerShape())
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
 
 
 def _first_line(error: BaseException) -> str:
